@@ -27,6 +27,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
+def is_row_major(tensor: Tensor) -> bool:
+    """Whether it has the strides that new memory of its shape has, also where a dimension has one element."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= max(size, 1)
+    return True
+
+
 class _Memory:
     """What numpy takes for an array, and keeps for as long as it is used."""
 

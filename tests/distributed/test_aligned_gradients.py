@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import lockstep.training.step.optimizer_step as step
 from lockstep.training.step.norm import ALIGNMENT
+from lockstep.training.step.phase_step import PhaseStep
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
 from tests.distributed.training import Document, Trained, train
@@ -51,7 +53,7 @@ def document(bucket_mb: float) -> Document:
 
 def train_seeing(bucket_mb: float, aligned: bool) -> tuple[Trained, set[int]]:
     SEEN.clear()
-    align = step.align_gradients if aligned else lambda parameters: None
+    align = step.align_gradients if aligned else lambda parameters, **_: None
     with mock.patch.object(step, "align_gradients", align):
         return train(document(bucket_mb)), set(SEEN)
 
@@ -142,7 +144,7 @@ def train_columns(strided: bool, use: str = "Columns") -> Trained:
         )
 
 
-def aligned_alone(parameters: Any) -> None:
+def aligned_alone(parameters: Any, **_: Any) -> None:
     for parameter in parameters:
         if parameter.grad.data_ptr() % ALIGNMENT["cpu"]:
             parameter.grad = parameter.grad.clone()
@@ -157,3 +159,67 @@ def test_gradients_have_the_strides_of_their_parameters(pool: Pool, use: str) ->
     assert pool.run(2, train_columns, True, use) == [alone] * 2
     if use == "Columns":
         assert pool.run(2, train_columns, False)[0].weights_digest != train_columns(False).weights_digest
+
+
+class ByChange(torch.optim.Optimizer):
+    """Goes by the gradient and its change, and keeps the newest one as it is: in a loop of one's own each step has gradients in new memory."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient, state = parameter.grad, self.state[parameter]
+                before = state.get("gradient", gradient)
+                parameter.sub_(gradient + 0.5 * (gradient - before), alpha=group["lr"])
+                state["gradient"] = gradient
+
+
+class KeepsGradients(Plain):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return ByChange(model.parameters())
+
+
+class KeepsAGradient(Plain):
+    """In `after_step`, as a part of one."""
+
+    def __init__(self, params: Plain.Params) -> None:
+        super().__init__(params)
+        self.gradient = torch.zeros(0)
+
+    def after_step(self, model: nn.Module, step: int, *statistics: Any, **_: Any) -> None:
+        bias = dict(model.named_parameters())["3.bias"]
+        assert bias.grad is not None
+        if self.gradient.numel():
+            bias.sub_(bias.grad - self.gradient, alpha=0.1)
+        self.gradient = bias.grad[:]
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"gradient": self.gradient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.gradient = state["gradient"]
+
+
+def kept(job: str) -> Document:
+    return {
+        "job": {"use": f"tests.distributed.test_aligned_gradients:{job}"},
+        "batch": {"global": 16, "micro": 4},
+        "length": {"steps": 6},
+        "rehearsal": "quick",
+    }
+
+
+def train_in_buckets(job: str) -> Trained:
+    with mock.patch.object(PhaseStep, "in_buckets", False):
+        return train(kept(job))
+
+
+@pytest.mark.parametrize("job", ["KeepsGradients", "KeepsAGradient"])
+def test_a_gradient_that_the_job_keeps_stays_as_it_was(pool: Pool, job: str) -> None:
+    """The next step fills the buckets again. Left there, the control, it becomes the next gradient, on all ranks alike."""
+    whole = train(kept(job))
+    assert [rank.weights_digest for rank in pool.run(2, train, kept(job))] == [whole.weights_digest] * 2
+    assert pool.run(2, train_in_buckets, job)[0].weights_digest != whole.weights_digest

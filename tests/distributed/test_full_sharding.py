@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.data import Dataset, TensorDataset
 
 import lockstep.checkpoint.snapshot as snapshot
 import lockstep.training.loop as loop
@@ -545,6 +546,56 @@ class Writer(Plain):
 
 def small(job: str, **more: Any) -> Document:
     return {"job": {"use": job}, "batch": {"global": 8, "micro": 2}, "length": {"steps": 2}, **more}
+
+
+class Images(Plain):
+    """Pictures of 2 by 2 pixels in 10 channels, convolved in channels_last, with kernels of one pixel and of one channel."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(10, 16, 1),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1, groups=16),
+            nn.ReLU(),
+            nn.Conv2d(16, 9, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(9, 8, 3, padding=1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        ).to(memory_format=torch.channels_last)
+
+    def train_data(self) -> Dataset[Any]:
+        x = torch.randn(24, 10, 2, 2, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(x, x[:, :3, 0, 0].argmax(1))
+
+
+class Columns(Plain):
+    """Weights that are turned rows: a dimension of one element has another stride than new memory has."""
+
+    def model(self) -> nn.Module:
+        return TurnedRows()
+
+
+class TurnedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 30)
+        self.column, self.row = nn.Parameter(torch.randn(1, 30).T), nn.Parameter(torch.randn(3, 1).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).tanh() @ self.column @ self.row
+
+
+@pytest.mark.parametrize(("job", "micro"), [("Images", 3), ("Images", 1), ("Columns", 3)])
+def test_a_dimension_of_one_element_keeps_its_stride(pool: Pool, job: str, micro: int) -> None:
+    """Kernels of one pixel, of one channel, and a micro-batch of one sample: a convolution chooses its kernel by the strides."""
+    batch = {"global": 6 * micro, "micro": micro}
+    document = small(f"{HERE}:{job}", batch=batch, length={"steps": 3}, rehearsal="quick")
+    whole = train(document)
+    for rank in pool.run(2, train, full(document)):
+        assert (rank.weights_digest, rank.rows) == (whole.weights_digest, whole.rows)
 
 
 def test_a_parameter_that_the_job_holds_itself_is_refused(pool: Pool) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep import Loss, Mean
 from lockstep.checkpoint.problems import UNSTORABLE
-from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.data import problems as data_problems
 from lockstep.errors import LockstepError, Problem
@@ -38,7 +38,7 @@ from tests.distributed.kinds import document as document_of_kind
 from tests.distributed.mode_kinds import ScheduleFree
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, points
-from tests.distributed.training import Document, train, train_job, train_mixed_numerics
+from tests.distributed.training import Document, train, train_attempt, train_job, train_mixed_numerics
 from tests.raised import raises
 
 USE = "tests.distributed.small_jobs:Plain"
@@ -135,6 +135,41 @@ def test_an_order_that_is_drawn_anew_in_every_process() -> None:
 
     with raises(data_problems.ORDER_CHANGES, dataset="Ordered", epoch=0):
         train_job(document(), with_data(Ordered()))
+
+
+# --- the state ---------------------------------------------------------------------------------------------
+
+
+class LearnsLater(Plain):
+    """From step 3 on its state has a tensor that learns."""
+
+    later: Any = None
+
+    def after_step(self, model: nn.Module, step: int, *statistics: Any, **_: Any) -> None:
+        if step == 3:
+            self.later = {"weights": [torch.ones(2, requires_grad=True)]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"later": self.later}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.later = state["later"]
+
+
+def test_a_tensor_of_the_state_that_learns_is_told_at_the_first_save_that_has_it(tmp_path: Path) -> None:
+    """A resumed run would get one that does not."""
+    saving = {"storage": str(tmp_path), "every": {"steps": 1}}
+    with raises(problems.STATE_LEARNS, name="job['later']['weights'][0]"):
+        train_attempt(
+            {
+                "job": {"use": "tests.distributed.test_mistakes:LearnsLater"},
+                "batch": {"global": 16, "micro": 4},
+                "length": {"steps": 6},
+                "checkpoint": saving,
+            },
+            "0123456789abcdef0123456789abcdef",
+            AttemptOrigin(),
+        )
 
 
 # --- the loss ---------------------------------------------------------------------------------------------

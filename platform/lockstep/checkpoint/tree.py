@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import problems
 from lockstep.errors import JobError
+from lockstep.tensor_bytes import is_row_major
 
 Tree = Any
 """See the module's docstring: type checkers do not support such a recursion through invariant containers."""
@@ -393,16 +394,6 @@ def _in_order_of_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
     permuted = tensor.permute(order)
     if contiguous:
         # A dimension of one element may have any stride, and libraries go by it: a column that is a turned row stays one.
-        turned = order != sorted(order) and _is_row_major(permuted)
+        turned = order != sorted(order) and is_row_major(permuted)
         return (permuted, order) if turned else (tensor, None)
     return (permuted, order) if permuted.is_contiguous() else (tensor.contiguous(), None)
-
-
-def _is_row_major(tensor: Tensor) -> bool:
-    """Whether it has the strides that new memory of its shape has, also where a dimension has one element."""
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if stride != step:
-            return False
-        step *= max(size, 1)
-    return True

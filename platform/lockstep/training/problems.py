@@ -358,6 +358,15 @@ SHARED_APART = Problem(
     advice="follow the message",
 )
 
+STATE_LEARNS = Problem(
+    "job.state.learns",
+    JobError,
+    "job.state_dict: {name} is a tensor that requires a gradient, and would be restored as one that does not",
+    "hold it in the model, which learns and is saved, or give tensor.detach()",
+    cause="`state_dict` gives a parameter, or what was computed from one",
+    advice="hold it in the model, or give `tensor.detach()`",
+)
+
 # --- data -------------------------------------------------------------------------------------------------------
 
 NO_MAP_STYLE = Problem(

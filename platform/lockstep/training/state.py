@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from lockstep.checkpoint.snapshot import writers
 from lockstep.checkpoint.stored_tensor import in_memory
@@ -304,11 +305,19 @@ class TrainState:
                 "weights": self._standing(self.best.weights),
             },
             "metrics": dict(self.metrics),
-            "job": dict(self.job.state_dict()),
+            "job": self._job_section(),
             **({} if self.average is None else {"ema": self._standing(self.average_state())}),
             **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
             **({} if self.pending is None else {"evaluation": self._pending_section(self.pending)}),
         }
+
+    def _job_section(self) -> dict[str, Any]:
+        """The job's own state. JobError where it has a tensor that learns, which a resumed run would get as one that does not."""
+        section = dict(self.job.state_dict())
+        for path, value in tree_leaves_with_path(section):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise problems.STATE_LEARNS(name=f"job{keystr(path)}")
+        return section
 
     def _pending_section(self, pending: Pending) -> dict[str, Any]:
         """The pending evaluation. Where it is of the current state, its weights are not held twice."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lockstep.training.step import problems
 
@@ -28,8 +29,30 @@ class FSDPCalls(FSDPModule):
         self.module = module
         self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
         restore_class(module)
+        self._strides: list[tuple[int, ...]] = []
+        self._keep_strides()
         # An instance may refuse to be copied as torch's class does: a copy would share the hooks, and the shards.
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
+
+    def _keep_strides(self) -> None:
+        """Have the module's forward get its inputs as they were given. FSDP passes those that learn through a function that returns them, of which torch makes views.
+
+        A view has the stride of new memory in a dimension of one element, and a convolution chooses its kernel by that.
+        """
+        module = self.module
+        hooks: Any = module._forward_pre_hooks
+        of_fsdp = next(iter(hooks))  # it goes before those of the job
+        module.register_forward_pre_hook(self._restore_strides, prepend=True, with_kwargs=True)
+        hooks.move_to_end(of_fsdp, last=False)
+        module.register_forward_pre_hook(self._note_strides, prepend=True, with_kwargs=True)
+
+    def _note_strides(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._strides = [t.stride() for t in tree_leaves((args, kwargs)) if _learns(t)]
+
+    def _restore_strides(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        given, self._strides = iter(self._strides), []
+        return tree_unflatten([_kept(t, next(given)) if _learns(t) else t for t in leaves], structure)
 
     def gather_for_all(self) -> None:
         """Have the module gathered before a backward begins at any tensor that its forward left; FSDP does so for what it returns.
@@ -57,6 +80,33 @@ class FSDPCalls(FSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         return self._state
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.layout == torch.strided
+
+
+def _kept(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides, where it has others in dimensions of one element."""
+    sizes = [
+        size
+        for size, step, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
+        if step != wanted
+    ]
+    kept: Any = _Kept.apply  # which has no types
+    return kept(tensor, strides) if sizes and max(sizes) == 1 else tensor
+
+
+class _Kept(torch.autograd.Function):
+    """A tensor with other strides; its gradient is passed on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+        return tensor.as_strided(tensor.shape, strides)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 _MANY = 1024

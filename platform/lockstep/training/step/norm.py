@@ -216,10 +216,11 @@ def clip_gradients(
         multiply(gradients, factor)
 
 
-def align_gradients(parameters: Iterable[Tensor]) -> None:
+def align_gradients(parameters: Iterable[Tensor], *, every: bool = False) -> None:
     """Move each gradient that lies unaligned in a bucket, or has other strides than it has there, to memory of its own.
 
-    For optimizers that sum or multiply matrices: their kernels may choose an order by the alignment and the strides of their inputs.
+    For optimizers that sum or multiply matrices: their kernels may choose an order by the alignment and the strides of their inputs. `every`
+    one is moved where the job may keep what it sees: the next step writes into the bucket.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -228,7 +229,8 @@ def align_gradients(parameters: Iterable[Tensor]) -> None:
         strides = parameter.stride()
         if gradient.stride() != strides:
             strides = _in_a_bucket(parameter)
-        if gradient.stride() != strides or gradient.data_ptr() % ALIGNMENT.get(gradient.device.type, 64):
+        unaligned = gradient.data_ptr() % ALIGNMENT.get(gradient.device.type, 64)
+        if every or gradient.stride() != strides or unaligned:
             parameter.grad = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
 
 

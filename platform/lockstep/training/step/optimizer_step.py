@@ -337,7 +337,7 @@ class Stepper:
         spec, state, optimizer = self.spec, self.state, phase.optimizer
         # Any other optimizer may sum over elements, in an order that depends on where a gradient lies.
         if phase.updates_by_job or type(optimizer) not in ELEMENT_OPTIMIZERS:
-            align_gradients(phase.parameters)
+            align_gradients(phase.parameters, every=phase.updates_by_job and phase.in_buckets)
         gradients = phase.gradients(self.compute.where_of(phase, position, 0))
         with job_at(f"the update of step {position.number}"):
             state.precision.unscale(optimizer)

@@ -270,6 +270,11 @@ class PhaseStep:
         names = [*self.names, *self.tables.names]
         return [f"{self.name}: {name}" for name in names] if self.name else names
 
+    @property
+    def in_buckets(self) -> bool:
+        """Whether gradients lie in buckets of DDP, which the next step fills again."""
+        return isinstance(self.wrapped, DistributedDataParallel)
+
     def _in_ddp(self) -> DistributedDataParallel:
         """Wrap the loss in DDP. It broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
         options = inspect.signature(DistributedDataParallel).parameters

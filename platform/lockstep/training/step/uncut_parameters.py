@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.communication.group import Group
+from lockstep.tensor_bytes import is_row_major
 from lockstep.training.step.parameters import SHORT
 from lockstep.training.step.shards import element_ranges
 from lockstep.training.step.span_gathering import UNIT
@@ -17,7 +18,7 @@ from lockstep.training.step.span_gathering import UNIT
 def uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: bool) -> frozenset[str]:
     """The parameters that FSDP cannot cut, or whose update would have other bits where they are cut.
 
-    These are scalars, parameters with hooks, without elements or in another memory order than their shape's, those that several units share, complex ones, in a unit
+    These are scalars, parameters with hooks, without elements or in another memory order than their shape's (kernels go by the stride of a dimension of one element as well), those that several units share, complex ones, in a unit
     with several types all but those of its most common one, and those for which torch rounds the end of a tensor otherwise (short types, and fused kernels on a
     CPU), where a cut is at no multiple of `UNIT` elements.
     """
@@ -32,7 +33,7 @@ def uncut(model: nn.Module, units: Sequence[nn.Module], group: Group, fused: boo
     result = set[str]()
     for name, parameter in parameters.items():
         cut_elsewhere = fused and group.device.type == "cpu"
-        plain = parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_contiguous()
+        plain = parameter.dim() > 0 and parameter.numel() > 0 and is_row_major(parameter)
         plain &= not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
         if (
             not plain
