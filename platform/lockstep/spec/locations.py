@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from lockstep.spec import problems
 from lockstep.spec.messages import shown
@@ -40,11 +40,38 @@ def storage_location(location: str) -> str:
         uri = urlsplit(location)
     except ValueError as error:
         raise problems.STORAGE_NO_URI(got=shown(location), reason=error) from error
-    if uri.scheme != "file" or "://" not in location:
+    if "://" not in location:
         return absolute(location)
+    if uri.scheme != "file":
+        _check_key(location, uri)
+        return location
     if uri.netloc not in {"", "localhost"}:
         raise problems.STORAGE_HOST(got=location, host=uri.netloc, path=uri.path)
     return absolute(location if uri.query else unquote(uri.path))
+
+
+def _check_key(location: str, uri: SplitResult) -> None:
+    """SpecError for a URI of an object store whose key is another one there than it says."""
+    if uri.fragment:
+        raise problems.STORAGE_KEY(
+            got=location, reason="what follows # is no part of a key", remedy="write %23 for #"
+        )
+    strange = next(
+        (c for c in uri.path if not c.isascii() or not c.isprintable() or c in ' "<>\\^`{|}'), None
+    )
+    if strange is not None:
+        raise problems.STORAGE_KEY(
+            got=location,
+            reason=f"{strange!r} stands for nothing in a URI",
+            remedy=f"write {quote(strange)} for it",
+        )
+    parts = unquote(uri.path).strip("/").split("/") if uri.path.strip("/") else []
+    if any(part in ("", ".", "..") for part in parts) or uri.path.startswith("//"):
+        raise problems.STORAGE_KEY(
+            got=location,
+            reason="a key has a part that is empty, . or ..",
+            remedy=f"write {uri.scheme}://{uri.netloc}/{'/'.join(part for part in parts if part not in ('', '.', '..'))}",
+        )
 
 
 def absolute_weights(weights: str) -> str:

@@ -112,6 +112,16 @@ STORAGE_EMPTY = Problem(
     advice="follow the message",
 )
 
+STORAGE_KEY = Problem(
+    "spec.storage.key",
+    SpecError,
+    "checkpoint.storage: got {got!r}: {reason}",
+    "{remedy}",
+    shown="checkpoint.storage: got '…': a key has a part that is empty, . or ..; …`, `checkpoint.storage: got '…': what follows # is no part of a key; …`, `checkpoint.storage: got '…': '…' stands for nothing in a URI; …",
+    cause="a key that a store would take for another one, or that is no URI",
+    advice="a key whose parts are names; `%23` for `#`, `%20` for a space",
+)
+
 STORAGE_SLASH = Problem(
     "spec.storage_slash",
     SpecError,
