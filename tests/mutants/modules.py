@@ -31,6 +31,12 @@ COVERED = {
         "tests/unit/record/test_outage.py",
         "tests/unit/record/test_partial_store.py",
     ],
+    "data/conversion.py": ["tests/unit/data/test_loader.py"],
+    "data/dataset_order.py": [
+        "tests/unit/data/test_dataset_order.py",
+        "tests/distributed/test_own_orders.py",
+    ],
+    "training/step/fsdp_calls.py": ["tests/distributed/test_full_sharding.py"],
     "communication/kernels.py": ["tests/distributed/test_kernels.py"],
     "training/elastic/recovery.py": [
         "tests/unit/training/elastic/test_recovery.py",
