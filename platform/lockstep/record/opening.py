@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, SpecError
 from lockstep.job.source import job_sources
 from lockstep.record import problems
 from lockstep.record.errors import DeniedError, LockedError, UnavailableError
@@ -28,6 +28,7 @@ from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.mirror.seal import SEAL
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import RECORD_OFF
 
 OPENING_PATIENCE_S = 10.0
@@ -77,6 +78,8 @@ class OpenRecord:
         request = self._request
         self.store = request.make_store(request.spec)
         self.folder = request.spec.folder / self._open_store()
+        if request.replay:
+            self._request = replace(request, spec=_as_recorded(request.spec, self.folder))
         try:
             self.journal = self._open_journal()
             with contextlib.ExitStack() as begun:
@@ -199,6 +202,18 @@ class OpenRecord:
                 f"byte {damage.start}: {damage.content}" for damage in self.journal.damage[:20]
             )
             self.files.log(f"damaged lines of the journal are passed over: {contents}")
+
+
+def _as_recorded(spec: Spec, folder: Path) -> Spec:
+    """The spec that a run has on record, with the `spec.record` of now: a run that is reported again stays what was trained.
+
+    It is `spec` where the run's folder has none that can be read.
+    """
+    try:
+        recorded = load_spec(folder / "spec.yaml", uri=spec.record.uri)
+    except SpecError:
+        return spec
+    return recorded.model_copy(update={"record": spec.record})
 
 
 def _sources(job: str) -> dict[str, bytes]:

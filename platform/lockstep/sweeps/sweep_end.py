@@ -18,6 +18,7 @@ from lockstep.record.errors import LockedError
 from lockstep.record.events.union import Document, Failed
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.stores import reader
+from lockstep.record.mirror.sync import spec_of
 from lockstep.record.runs.abandoned_run import RELEASE_S, answered, ended_by_now, record_end
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.sweep_record import SEEN, end_abandoned
@@ -46,7 +47,8 @@ def record_sweep_end(
     for run_id in _trials_of(recorders, sweep.base.folder):
         try:
             with suppress(LockedError):  # another command has resumed it
-                record_end(sweep.base, run_id, failed, documents, recorders, new=False, release_s=release_s)
+                spec = spec_of(sweep.base.folder / run_id, sweep.base.record.uri)
+                record_end(spec, run_id, failed, documents, recorders, new=False, release_s=release_s)
         except (LockstepError, OSError) as error:
             problems.append(error)
     sweep_id = sweep_id or _begun_by(sweep, recorders)
@@ -63,8 +65,13 @@ def record_sweep_end(
 
 
 def _trials_of(recorders: Sequence[str], folder: Path) -> Iterator[str]:
-    """The runs whose journal was opened last by one of these processes."""
+    """The runs whose journal was opened last by one of these processes.
+
+    One that has no spec yet has done nothing. It could only be reported with the sweep's own, which it was not to be trained by.
+    """
     for path in folder.glob(f"*/{NAME}"):
+        if not path.with_name("spec.yaml").exists():
+            continue
         with suppress(OSError), path.open("rb") as file:
             opened = [line for line in file if line.startswith(OPENED)]
             if opened and any(json.dumps(process).encode() in opened[-1] for process in recorders):

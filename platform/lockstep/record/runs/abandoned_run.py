@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.errors import LockstepError, RecordError
 from lockstep.process import pid_namespace, started
 from lockstep.record.errors import LockedError
-from lockstep.record.events.union import Document, Failed, Finished, Opened, Recorded, TakenOver
+from lockstep.record.events.union import Document, Failed, Finished, Opened, Recorded, Started, TakenOver
 from lockstep.record.ledger.goodput import with_time
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_end import PROCESS
@@ -66,13 +66,34 @@ def record_end(
     with closing(_journal(spec.folder / run_id, recorders, release_s)) as journal:
         if not _abandoned(run_id, journal.events, recorders, release_s):
             return None
-        ends = not isinstance(journal.events[-1], Finished | Failed | TakenOver)
+        ends = not _has_end(journal.events, recorders)
+        if not ends and journal.delivered:
+            return None
         if ends:
             journal.add(_timed(journal, [*documents, failed]))
     recorder = Recorder(spec, run_id=run_id, replay=True)
     recorder.start()
     recorder.close()
     return run_id if ends else None
+
+
+def _has_end(events: Sequence[Recorded], recorders: Sequence[str]) -> bool:
+    """Whether the run has ended since its last start. What follows an end, such as its delivery, takes nothing of it back.
+
+    One of the `recorders` that has opened the run again was to go on with it: it has no end yet, unless the run had finished.
+    """
+    reopened = False
+    for event in reversed(events):
+        match event:
+            case Finished():
+                return True
+            case Failed() | TakenOver():
+                return not reopened
+            case Started():
+                return False
+            case Opened():
+                reopened = reopened or event.process.get(PROCESS) in recorders
+    return False
 
 
 def _timed(journal: Journal, events: Sequence[Recorded]) -> Sequence[Recorded]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,16 @@ import pytest
 from lockstep.process import pid_namespace, started
 from lockstep.record import problems
 from lockstep.record.errors import LockedError
-from lockstep.record.events.union import Document, Failed, Finished, Opened
+from lockstep.record.events.union import (
+    Delivered,
+    Document,
+    Failed,
+    Finished,
+    Opened,
+    Recorded,
+    SetAside,
+    Started,
+)
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.stores import reader
@@ -74,6 +84,11 @@ def run(spec: Callable[..., Spec]) -> tuple[Spec, str]:
     return spec("off"), run_id
 
 
+def recorded(spec: Spec, run_id: str) -> list[Recorded]:
+    with closing(Journal(spec.folder / run_id, read_only=True)) as journal:
+        return journal.events
+
+
 def status(run: tuple[Spec, str]) -> str:
     return reader("off", run[0].folder).run(run[1]).status
 
@@ -93,6 +108,56 @@ def test_an_end_that_the_run_has_recorded_is_left_as_it_is(run: tuple[Spec, str]
         journal.add([Failed("its own end", "", "KILLED", at=2.0)])
     assert record_end(spec, run_id, WHY, [], [], new=True) is None
     assert status(run) == "KILLED"
+
+
+@pytest.mark.parametrize(
+    "after",
+    [[], [Delivered()], [SetAside("a point", "the store refuses it")], [Opened(3.0, {}), Delivered()]],
+    ids=["killed-undelivered", "delivered", "set-aside", "synced"],
+)
+def test_what_follows_an_end_takes_nothing_of_it_back(run: tuple[Spec, str], after: list[Recorded]) -> None:
+    """Its process was killed between the end and its exit. The control is a run that was started again since."""
+    spec, run_id = run
+    gone = {**process_tags(2.0), PROCESS: f"{pid_namespace()} 999999999 1"}
+    rest = [replace(event, process=gone) if isinstance(event, Opened) else event for event in after]
+    with closing(Journal(spec.folder / run_id)) as journal:
+        journal.add([Started({}), Finished({}, at=2.0), *rest])
+    for _ in range(2):
+        assert record_end(spec, run_id, WHY, [], [gone[PROCESS]], new=True) is None
+    assert not any(isinstance(event, Failed) for event in recorded(spec, run_id))
+    with closing(Journal(spec.folder / run_id)) as journal:
+        journal.add([Opened(4.0, gone), Started({})])
+    assert record_end(spec, run_id, WHY, [], [gone[PROCESS]], new=True) == run_id
+    assert status(run) == "FAILED"
+
+
+def test_an_attempt_that_was_killed_before_it_started_has_failed_and_its_end_is_recorded_once(
+    run: tuple[Spec, str],
+) -> None:
+    """The run was killed, and resumed by a process that opened it and did no more. The control: a sync of another process opened it."""
+    spec, run_id = run
+    first, second = (f"{pid_namespace()} 99999999{n} 1" for n in (8, 9))
+    with closing(Journal(spec.folder / run_id)) as journal:
+        killed = Failed("ended by a signal", "", "KILLED", at=2.0)
+        journal.add([Started({}), killed, Opened(3.0, {**process_tags(3.0), PROCESS: second})])
+    assert record_end(spec, run_id, WHY, [], [first], new=True) is None
+    assert status(run) == "KILLED"
+    with closing(Journal(spec.folder / run_id)) as journal:
+        journal.add([Opened(4.0, {**process_tags(4.0), PROCESS: second})])
+    assert record_end(spec, run_id, WHY, [], [second], new=True) == run_id
+    assert status(run) == "FAILED"
+    with closing(Journal(spec.folder / run_id)) as journal:  # its recorder, by the id of this process
+        journal.add([Opened(5.0, {**process_tags(5.0), PROCESS: first})])
+    assert record_end(spec, run_id, WHY, [], [second], new=True) is None
+
+
+def test_the_spec_of_a_run_that_is_reported_again_is_the_recorded_one(run: tuple[Spec, str]) -> None:
+    spec, run_id = run
+    before = (spec.folder / run_id / "spec.yaml").read_bytes()
+    other = spec.model_copy(update={"seed": spec.seed + 1})
+    assert record_end(other, run_id, WHY, [], [], new=True) == run_id
+    assert (spec.folder / run_id / "spec.yaml").read_bytes() == before
+    assert reader("off", spec.folder).run(run_id).params["seed"] == str(spec.seed)
 
 
 def test_a_run_that_a_live_process_has_opened_since_is_left_to_it(run: tuple[Spec, str]) -> None:
