@@ -44,6 +44,16 @@ FIELD_CHANGED = Problem(
     advice="drop it, or begin a new sweep",
 )
 
+FILE_CHANGED = Problem(
+    "sweep.file_changed",
+    SpecError,
+    "resume: {field} is {got} in {file} of sweep {sweep}, which began with {wanted}",
+    "a resumed sweep is the same sweep: put {wanted} back, or begin a new one",
+    shown="resume: <field> is … in sweep.yaml of sweep …, which began with …; …",
+    cause="the `sweep.yaml` in the sweep's folder was edited since the sweep began",
+    advice="put the value back, or begin a new sweep",
+)
+
 DECISION_DAMAGED = Problem(
     "sweep.decision_damaged",
     StorageError,

@@ -13,7 +13,9 @@ from lockstep.driver.options import RunOptions
 from lockstep.errors import RecordError
 from lockstep.job.identity import changed_fields, shown
 from lockstep.job.recorded_source import imported_from
-from lockstep.record.mirror.stores import find_sweep
+from lockstep.record.mirror.documents import flat
+from lockstep.record.mirror.run_store import SWEEP_FILE
+from lockstep.record.mirror.stores import find_sweep, reader
 from lockstep.record.redaction import redacted_fields
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -22,6 +24,12 @@ from lockstep.sweeps import problems
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
+
+_FREE = {"name", "concurrency", "budget"}
+"""Fields of a sweep that change neither its trials nor what they are compared by."""
+
+_UNCUT = 250
+"""Stores keep parameters of so many characters whole."""
 
 
 def resume_sweep(
@@ -65,6 +73,7 @@ def resume_sweep(
         source = recorded_main(spec.base, sweep_id)
         with imported_from(source) if source else nullcontext():
             _refuse_changes(sweep_id, recorded_spec, spec.base)
+        _refuse_edits(sweep_id, spec)
         from lockstep.sweeps.driver import run_sweep
 
         return run_sweep(replace(options, source=source), spec, sweep_id, lease)
@@ -78,6 +87,25 @@ def _refuse_changes(sweep_id: str, recorded: Spec, spec: Spec) -> None:
     for name, old, new in changed_fields(recorded, spec):
         if not any(name.startswith(field) for field in hidden):
             raise problems.FIELD_CHANGED(field=name, sweep=sweep_id, wanted=shown(old), got=shown(new))
+
+
+def _refuse_edits(sweep_id: str, spec: SweepSpec) -> None:
+    """SpecError for the first field in which the sweep's file differs from the parameters that its run was given when it began.
+
+    Only names that both have are compared, but for `trials`, which may be left out: a store may write some names otherwise.
+    """
+    try:
+        recorded = reader(spec.base.record.uri or "", spec.base.folder).run(sweep_id).params
+    except RecordError:  # one without a run cannot be opened, which is told then
+        return
+    if "seed" not in recorded:  # its driver was killed before it was given any
+        return
+    now = flat({name: value for name, value in spec.document().items() if name != "spec"})
+    for name in sorted({name for name in now if name in recorded} | {"trials"}):
+        wanted, got = recorded.get(name, "none"), now.get(name, "none")
+        is_cut = len(wanted) >= _UNCUT
+        if name.partition(".")[0] not in _FREE and got != wanted and not is_cut:
+            raise problems.FILE_CHANGED(field=name, sweep=sweep_id, file=SWEEP_FILE, wanted=wanted, got=got)
 
 
 def leased_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Lease]:

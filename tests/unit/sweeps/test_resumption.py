@@ -15,6 +15,7 @@ from lockstep.record.mirror.run_store import SWEEP_FILE
 from lockstep.record.redaction import HIDDEN
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import driver, problems
+from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.sweep_resume import resume_sweep
 from lockstep.sweeps.trial import run_name, spec_of
 from tests.in_process import here
@@ -65,6 +66,46 @@ def test_a_resumed_sweep_refuses_what_would_change_the_bits_of_its_trials(
     assert began == []
     resume([*words, "data.loader_processes=2", "faults.max_worker_failures=9"])
     assert [one.base.data.loader_processes for one in began] == [2]
+
+
+@pytest.mark.parametrize(
+    ("edit", "field", "was", "now"),
+    [
+        ({"seed": 7}, "seed", "0", "7"),
+        ({"trials": 3}, "trials", "2", "3"),
+        ({"trials": None}, "trials", "2", "none"),
+        (
+            {"space": {"optimizer.lr": {"grid": [0.1, 0.3]}}},
+            "space.optimizer.lr.grid",
+            "[0.1, 0.2]",
+            "[0.1, 0.3]",
+        ),
+    ],
+)
+def test_a_sweep_file_that_was_edited_since_the_sweep_began_is_refused(
+    tmp_path: Path, began: list[SweepSpec], edit: dict[str, Any], field: str, was: str, now: str
+) -> None:
+    """Else further trials would be drawn from another seed or space than the first. Where and how many train at once is free."""
+    document = {
+        "spec": {
+            "job": {"use": "jobs.digits.job:Digits"},
+            "record": {"uri": "off"},
+            "checkpoint": {"storage": str(tmp_path)},
+        },
+        "space": {"optimizer.lr": {"grid": [0.1, 0.2]}},
+        "trials": 2,
+    }
+    sweep_id = SweepRecord(load_sweep(document), None).run_id
+    file = tmp_path / sweep_id / SWEEP_FILE
+    recorded = yaml.safe_load(file.read_text())
+    words = [f"checkpoint.storage={tmp_path}"]
+    file.write_text(yaml.safe_dump({name: v for name, v in {**recorded, **edit}.items() if v is not None}))
+    with raises(problems.FILE_CHANGED, field=field, sweep=sweep_id, wanted=was, got=now):
+        resume_sweep(RunOptions(), sweep_id, words, uri="off")
+    assert began == []
+    file.write_text(yaml.safe_dump({**recorded, "concurrency": 1, "budget": {"steps": 9}}))
+    resume_sweep(RunOptions(), sweep_id, words, uri="off")
+    assert len(began) == 1
 
 
 def test_a_secret_that_a_sweep_does_not_record_is_asked_for(tmp_path: Path, began: list[SweepSpec]) -> None:
