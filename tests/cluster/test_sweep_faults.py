@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import yaml
 from lockstep import sweep
 from lockstep.driver.options import RunOptions
 from lockstep.driver.signals import StopSignal
+from lockstep.record.events.union import Failed
+from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.live_rows import RowsSoFar
+from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps import first_trial, problems
 from lockstep.sweeps.recorders import AGAIN, GOES_ON
 from lockstep.sweeps.sweep_resume import resume_sweep
-from tests.cluster.test_sweep import ROOT, document, outcome
+from tests.cluster.test_sweep import ROOT, command, document, events, outcome, statuses, until
 from tests.processes import named
 from tests.raised import raises
 
@@ -99,6 +103,7 @@ import sys
 import ray
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, SpecError
+from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps.first_trial import first_trial
 
@@ -196,6 +201,43 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
     result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
     assert result is not None
     assert outcome(result) == outcome(expected)
+
+
+@pytest.mark.scenario
+def test_trials_that_had_finished_are_untouched_where_the_driver_of_their_sweep_is_killed(
+    tmp_path: Path,
+) -> None:
+    """Its guardian records the end of the sweep and of the trial that was under way; resumed, it ends as the undisturbed one."""
+    expected = sweep(document(tmp_path / "undisturbed", concurrency=1, trials=2))
+    folder = tmp_path / "disturbed"
+    slow = document(folder, concurrency=1, trials=2)
+    slow["spec"]["job"]["params"]["pause_s"] = 0.2
+    process = command(folder, slow)
+    until(lambda: any("status" in event for event in events(folder)), process, folder)
+    until(lambda: len(list(folder.glob("runs/*/journal.jsonl"))) == 2, process, folder)
+    process.kill()
+    process.wait()
+    sweep_id = next(folder.glob("runs/*/decisions.jsonl")).parent.name
+    deadline = time.monotonic() + 120
+    while stored(folder / "runs" / sweep_id) != "FAILED":
+        assert time.monotonic() < deadline, (folder / "log").read_text()
+        time.sleep(0.2)
+    trials = [path.parent for path in folder.glob("runs/*/journal.jsonl")]
+    assert sorted(map(stored, trials)) == ["FAILED", "FINISHED"]
+    finished = next(trial for trial in trials if stored(trial) == "FINISHED")
+    lr = expected.trials[0]["fields"]["optimizer.lr"]
+    assert load_spec(finished / "spec.yaml").optimizer.lr == lr
+    with closing(Journal(finished, read_only=True)) as journal:
+        assert not any(isinstance(event, Failed) for event in journal.events)
+    result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={folder}/runs"], uri="off")
+    assert result is not None
+    assert outcome(result) == outcome(expected)
+    assert set(statuses(result).values()) == {"FINISHED"}
+
+
+def stored(folder: Path) -> str:
+    """The status of a run as its file has it, which a reader would change."""
+    return str(json.loads((folder / "run.json").read_text())["status"])
 
 
 @pytest.mark.parametrize(
