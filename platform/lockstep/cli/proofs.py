@@ -400,6 +400,8 @@ def _of_weights(verified: Verified) -> list[str]:
     """Whether the steps that were repeated lead to the stated weights, as lines."""
     if verified.weights:
         return ["weights           as stated: the last steps lead to them"]
+    if verified.uncompared:
+        return ["weights           not shown: not all of their files could be compared"] * verified.same
     return [
         "weights           not shown: the last steps were not taken again bit for bit (--sample 1 takes all)"
     ] * verified.same
@@ -493,6 +495,8 @@ def as_text(verified: Verified) -> str:
         lines.append(
             "not finished      so there is no result, and the files beside its rows are not compared"
         )
+    if verified.uncompared:
+        lines.append(f"not compared      {verified.uncompared}")
     if verified.elsewhere:
         lines.append(f"bits may differ   {'; '.join(verified.elsewhere)}")
     if verified.fields is None:

@@ -7,6 +7,7 @@ statement from being changed at all after it was signed; that they were true whe
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from fnmatch import fnmatch
@@ -14,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, first_line
 from lockstep.job.identity import DELAY, deciding_sections
 from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, json_document, yaml_value
 from lockstep.paths import read_beneath
@@ -49,6 +50,8 @@ TOLD: Mapping[str, Sequence[str]] = {
     ), ("*",)),
 }  # fmt: skip
 """What of each document, by a pattern of its name, is told and not proven; `*` is all of it."""
+
+_WEIGHTS = "weights"
 
 _DELIVERY = (Opened, SetAside, Delivered)
 """What a recorder may add to the journal of a run that has finished."""
@@ -108,12 +111,39 @@ def documents_of(run: RecordedRun, aside: Path) -> tuple[Path, dict[str, Sealed]
 
 
 def in_store(sealed: Mapping[str, Sealed]) -> dict[str, Sealed]:
-    """The sealed files that a store has as they are: no journal, the model in another form, and weights, which the digests of the summary cover."""
+    """The sealed documents that a store has as they are: no journal, the model in another form, and weights, which may be large, by themselves."""
     return {
         name: file
         for name, file in sealed.items()
-        if name != JOURNAL and not name.startswith(("model/", "weights/"))
+        if name != JOURNAL and not name.startswith(("model/", f"{_WEIGHTS}/"))
     }
+
+
+def weights_folders(run: RecordedRun, aside: Path) -> tuple[list[Path], str]:
+    """The folders with weights of a finished run, and why some could not be looked at, or nothing.
+
+    Those of a run whose folder is gone are copied from its store into `aside`: beside its documents, so that their seal covers them as well.
+    """
+    uri = run.spec.record.uri or RECORD_OFF
+    owner = str(run.summary.get("reused_from") or run.run_id)
+    documents = aside / "documents"
+    copies = {owner: (run.folder, aside / "reused"), run.run_id: (run.own_folder, documents)}
+    folders, failure = [], ""
+    for run_id, (folder, copy) in copies.items():
+        if folder is not None:
+            folders.append(folder)
+            if uri == RECORD_OFF or (folder / "spec.yaml").is_file():
+                continue
+        # It stays empty where the store has none, and the seal tells what is lacking.
+        (copy / _WEIGHTS).mkdir(parents=True, exist_ok=True)
+        try:
+            find_files(uri, run_id, (_WEIGHTS,), aside / "nowhere", copy)
+        except (LockstepError, OSError) as error:
+            shutil.rmtree(copy / _WEIGHTS, ignore_errors=True)
+            failure = first_line(error)
+        else:
+            folders.append(copy)
+    return folders, failure
 
 
 def record_disagreements(run: RecordedRun, aside: Path) -> Iterator[Disagreement]:
@@ -131,7 +161,8 @@ def record_disagreements(run: RecordedRun, aside: Path) -> Iterator[Disagreement
     if JOURNAL not in sealed:
         yield Disagreement(JOURNAL, "sealed", None)
     if folder != run.own_folder:
-        sealed = in_store(sealed)
+        weights = {name: file for name, file in sealed.items() if name.startswith(f"{_WEIGHTS}/")}
+        sealed = in_store(sealed) | (weights if (folder / _WEIGHTS).is_dir() else {})
     for name, stated, found in broken(folder, sealed):
         yield Disagreement(name, stated, found)
     yield from _of_spec(run, folder)

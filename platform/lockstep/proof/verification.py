@@ -20,7 +20,7 @@ from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.runs.run_folder import Replay
 from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.identity_changes import UNTOLD, Cause, causes
-from lockstep.proof.record_checks import record_disagreements, told_of
+from lockstep.proof.record_checks import record_disagreements, told_of, weights_folders
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching
 from lockstep.proof.step_spans import Span
@@ -90,6 +90,8 @@ class Verified:
     spans: list[Span] = field(default_factory=list)
     weights: bool = False
     """Whether the run's last step was taken again, and led to the weights that its summary and its files have."""
+    uncompared: str = ""
+    """Why not all files of the result's weights were compared; empty where they were, and where the run has not finished."""
     ended: bool = False
     """Whether the run has finished: of one that has not, neither its result nor the files beside its rows are compared."""
     told: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class Verified:
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
             "weights": self.weights,
+            "uncompared": self.uncompared or None,
             "ended": self.ended,
             "told": {name: list(fields) for name, fields in self.told.items()},
             "spans": [{"from": item.start + 1, "to": item.until} for item in self.spans],
@@ -177,6 +180,9 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
     Checkpoints that the storage has no longer are downloaded into `aside`.
     """
     answer = Verified(run.run_id, ended=bool(run.ended), told=told_of(run, aside))
+    folders, why = weights_folders(run, aside) if run.ended else ([], "")
+    if lacking := _lacking_weights(run.summary, folders):
+        answer.uncompared = f"{lacking}: {why or 'neither its folder nor its store has this file'}"
     for span in spans:
         answer.spans.append(span._replace(start=max(span.start, run.forked_at)))
         storage = run.spec.checkpoint.storage
@@ -191,14 +197,27 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
         replayed = take(run.spec, replay, Watch(run), led_to)
         if led_to is not None:
             replayed = with_own_digests(replayed, run.last_step, led_to)
-        _compare(run, span, replayed, aside, answer)
+        _compare(run, span, replayed, folders, aside, answer)
         if answer.first_difference is not None:
             return answer
     wrong = next(record_disagreements(run, aside), None)
     if wrong is not None:  # last, for most of what was changed is told better by the steps
         answer.first_difference = FirstDifference(run.last_step, None, *wrong)
         answer.cause = "the record was changed after it was written: all steps are equal"
+        answer.weights = answer.weights and not _is_of_result(answer.first_difference)
     return answer
+
+
+def _lacking_weights(summary: Mapping[str, Any], folders: Sequence[Path]) -> str:
+    """The first file of which a summary has the digest and that none of the folders has; empty where each is there."""
+    beside = summary.get("beside") or {}
+    for name, key in DIGEST_OF.items():
+        path = Path("weights", f"{name}.safetensors")
+        stated = [path] * bool(summary.get(key)) + [beside_path(path)] * bool(beside.get(name))
+        for file in stated:
+            if not any((folder / file).is_file() for folder in folders):
+                return file.as_posix()
+    return ""
 
 
 def _led_to(run: RecordedRun, span: Span, aside: Path) -> Path | None:
@@ -232,20 +251,22 @@ def with_own_digests(replayed: Replayed, last: int, weights: Path) -> Replayed:
     return replace(replayed, steps=steps, summary={**summary, "beside": beside_digests})
 
 
-def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answer: Verified) -> None:
-    """Add what a span of replayed steps shows to the answer."""
+def _compare(
+    run: RecordedRun, span: Span, replayed: Replayed, folders: Sequence[Path], aside: Path, answer: Verified
+) -> None:
+    """Add what a span of replayed steps shows to the answer; in the `folders` are weights of the run's result."""
     judge = Judge(run, replayed.fields)
     answer.fields = judge.causes if run.fields else None
     answer.facts = [Cause(*difference) for difference in changed_facts(run.facts, replayed.facts)]
     answer.elsewhere = judge.elsewhere
     # All of them, also where the watch had enough: a step that was not taken is a difference, and never the same.
     steps = range(max(span.start, run.forked_at) + 1, span.until + 1)
-    differences = list(_differences(run, judge, replayed, steps))
+    differences = list(_differences(run, judge, replayed, steps, folders))
     differences += _checkpoint_differences(run, replayed, steps, aside)
     differences.sort(key=lambda difference: difference.step)
     answer.steps += sum(step in replayed.steps for step in steps)
     if run.ended and run.last_step in steps:
-        answer.weights = not any(map(_is_of_result, differences))
+        answer.weights = not answer.uncompared and not any(map(_is_of_result, differences))
     if not differences:
         return
     answer.same_bits = False
@@ -256,7 +277,7 @@ def _compare(run: RecordedRun, span: Span, replayed: Replayed, aside: Path, answ
 
 
 def _differences(
-    run: RecordedRun, judge: Judge, replayed: Replayed, steps: range
+    run: RecordedRun, judge: Judge, replayed: Replayed, steps: range, folders: Sequence[Path]
 ) -> Iterator[FirstDifference]:
     """Everything in which the record and the replayed steps differ, step by step."""
     last = run.last_step
@@ -271,7 +292,7 @@ def _differences(
     if last in steps:
         yield from _rows_outside_run(run, lambda step: step > last)
         if run.ended and last in replayed.steps:
-            yield from _result_differences(run, replayed.summary)
+            yield from _result_differences(run, replayed.summary, folders)
 
 
 def _rows_outside_run(run: RecordedRun, where: Callable[[int], bool]) -> Iterator[FirstDifference]:
@@ -280,8 +301,10 @@ def _rows_outside_run(run: RecordedRun, where: Callable[[int], bool]) -> Iterato
         yield from (FirstDifference(step, None, kind, "there", None) for step in rows if where(step))
 
 
-def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterator[FirstDifference]:
-    """In what a finished run's summary differs from that of the replayed state after its last step, and its files of weights from its record."""
+def _result_differences(
+    run: RecordedRun, replayed: Mapping[str, Any], folders: Sequence[Path]
+) -> Iterator[FirstDifference]:
+    """In what a finished run's summary differs from that of the replayed state after its last step, and its files of weights, in the `folders`, from its record."""
     last = run.last_step
     of_recorded, of_replayed = _metrics(run.summary), _metrics(replayed)
     recorded, replayed = {**run.summary, **of_recorded}, {**replayed, **of_replayed}
@@ -295,10 +318,9 @@ def _result_differences(run: RecordedRun, replayed: Mapping[str, Any]) -> Iterat
     wrong = identity_disagreement(run.summary, run.fields) if run.fields else None
     if wrong is not None:
         yield FirstDifference(last, None, f"identity{_OF_SUMMARY}", wrong.stated, wrong.found)
-    for folder in dict.fromkeys((run.folder, run.own_folder)):
-        if folder is not None:
-            for name, stated, actual in file_disagreements(run.summary, folder, run.steps.get(last)):
-                yield FirstDifference(last, None, name, stated, actual)
+    for folder in folders:
+        for name, stated, actual in file_disagreements(run.summary, folder, run.steps.get(last)):
+            yield FirstDifference(last, None, name, stated, actual)
 
 
 def _metrics(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -399,9 +399,9 @@ def test_a_summary_that_says_nothing_of_what_is_beside_the_weights_is_found(reco
     run = recorded_run(recorded.name, "off", recorded.parent)
     replayed = {**run.summary, "beside": {"final": "1" * 64}}
     stripped = replace(run, summary={**run.summary, "beside": {}})
-    sound = replace(run, folder=None, summary=replayed)
-    assert list(_result_differences(sound, replayed)) == []
-    (found,) = _result_differences(stripped, replayed)
+    sound = replace(run, summary=replayed)
+    assert list(_result_differences(sound, replayed, [])) == []
+    (found,) = _result_differences(stripped, replayed, [recorded])
     assert found[2:] == ("beside_digest.final of the summary", None, "1" * 64)
 
 
