@@ -11,10 +11,11 @@ from lockstep.checkpoint.reader import load_newest, shared_files
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, StorageError, evidence_and_remedy
+from lockstep.proof.summary_checks import file_disagreements
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.journal_end import PROCESS, lost_end
+from lockstep.record.ledger.journal_end import PROCESS, end_of, lost_end
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow
@@ -126,18 +127,29 @@ def _add_end(uri: str, folder: Path, journal: Journal, store: InStore) -> None:
 def _differences(
     spec: Spec, folder: Path, journal: Journal, store: InStore | RecordDifference
 ) -> list[RecordDifference]:
-    """How the tables and the store differ from the journal; for a run that is recorded in its folder alone how its files do."""
+    """How the tables, the files and the store differ from the journal."""
     complete = not journal.missing_steps()
     unreadable = [] if isinstance(store, InStore) else [store]
     if not complete:
         return unreadable
     in_store = store if isinstance(store, InStore) else None
-    differences = (
-        check_folder(folder, journal, in_store, spec)
-        if in_store is None or _is_off(spec)
-        else check_store(folder, journal, in_store, scaled=spec.precision == "fp16")
-    )
-    return [*unreadable, *check_ledger(folder, journal), *differences]
+    of_folder = list(check_folder(folder, journal, in_store if _is_off(spec) else None, spec))
+    told = {difference.what.partition(" ")[0] for difference in of_folder}
+    of_weights = [wrong for wrong in _of_weights(folder, journal) if wrong.what.partition(" ")[0] not in told]
+    differences = [*unreadable, *check_ledger(folder, journal), *of_folder, *of_weights]
+    if in_store is not None and not _is_off(spec):
+        differences += check_store(folder, journal, in_store, scaled=spec.precision == "fp16")
+    return differences
+
+
+def _of_weights(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
+    """In what the files of weights that are there are not those that the run ended with, by the digests of its journal."""
+    end = end_of(journal.events)
+    if not isinstance(end, Finished):
+        return
+    last = journal.step(journal.last_step) if journal.last_step else None
+    for name, stated, found in file_disagreements(end.summary, folder, last):
+        yield RecordDifference("folder", f"{name} has {found}, where the journal has {stated}")
 
 
 def _history(spec: Spec, run_id: str, differences: list[RecordDifference]) -> Rows | None:

@@ -20,6 +20,7 @@ from lockstep.record.ledger.journal_end import end_of, lost_end, status_of
 from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import as_written
+from lockstep.record.mirror.seal import SEAL, sealed_files
 from lockstep.spec.fields import Spec
 
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
@@ -166,10 +167,11 @@ def check_store(
 def check_folder(
     folder: Path, journal: Journal, store: InStore | None, spec: Spec
 ) -> Iterator[RecordDifference]:
-    """Compare the files of a run that is recorded in its folder alone with what its log says, and with the status in `store`, its run.json."""
+    """Compare the files of a run's folder with what its log says, and with the status in `store`, the run.json of one that is recorded in its folder alone."""
     projection = Projection(spec, folder, journal)
     projection.fold(journal.events)
-    final = projection.end.documents if projection.end else {}
+    # An end that is no whole one for damage of the journal alone is reported as that.
+    final = projection.end.documents if projection.end and projection.lack is None else {}
     for name, content in {**projection.documents, **final}.items():
         if difference := _other_document(folder, name, as_written(content)):
             yield RecordDifference("folder", f"{name} {difference}")
@@ -177,6 +179,8 @@ def check_folder(
     for path in end.files if isinstance(end, Finished) else ():
         if path.suffix == ".safetensors" and (difference := _damaged(path)):
             yield RecordDifference("folder", f"{path.parent.name}/{path.name} {difference}")
+    if isinstance(end, Finished) and end.status == "FINISHED" and (difference := _no_seal(folder)):
+        yield RecordDifference("folder", f"{SEAL} {difference}")
     if store is not None and _ended(journal):
         yield from _status("folder", store.status, store.process, journal)
 
@@ -197,6 +201,17 @@ def _other_document(folder: Path, name: str, expected: bytes) -> str:
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
     return "" if actual == expected else "is another one than the journal has"
+
+
+def _no_seal(folder: Path) -> str:
+    """What is wrong with the seal itself; empty if it can be read."""
+    try:
+        sealed_files(folder)
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    return ""
 
 
 def _damaged(path: Path) -> str:

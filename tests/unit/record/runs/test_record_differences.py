@@ -33,6 +33,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.record.runs import heartbeat
 from lockstep.record.runs.record_differences import COPIED
 from lockstep.spec.fields import Spec
+from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.weights import save_weights
 from tests.raised import raises
 from tests.unit.checkpoint.one_process import write_checkpoint
@@ -44,6 +45,7 @@ Specs = Callable[..., Spec]
 STEPS = 20
 ROWS = [step_row(step) for step in range(1, STEPS + 1)]
 EVALUATIONS = [evaluation_row(step) for step in (5, 10, 15, 20)]
+WEIGHTS = {"w": torch.ones(1)}
 
 
 def finished(spec: Spec, saved: int = STEPS, before: Sequence[Event] = (), *, weights: bool = False) -> Path:
@@ -51,8 +53,9 @@ def finished(spec: Spec, saved: int = STEPS, before: Sequence[Event] = (), *, we
     recorder = Recorder(spec)
     recorder.start()
     folder = recorder.run_folder()
-    files = save_weights(folder, {"final": {"w": torch.ones(1)}}) if weights else []
-    recorder.tell(*before, *ROWS, *EVALUATIONS, Finished({"step": STEPS}, files))
+    files = save_weights(folder, {"final": WEIGHTS}) if weights else []
+    digest = {"weights_digest": weights_digest(WEIGHTS)} if weights else {}
+    recorder.tell(*before, *ROWS, *EVALUATIONS, Finished({"step": STEPS, **digest}, files))
     recorder.close()
     attempt = RunFolder.create(open_storage(spec.checkpoint.storage), folder.name).claim()
     save(attempt, saved)
@@ -316,6 +319,26 @@ def test_weights_that_are_not_there_and_a_wrong_status_are_told(spec: Specs) -> 
     (folder / "weights" / "final.safetensors").unlink()
     (told_now,) = check_record(folder, "off", repair=True)
     assert told_now.what == "weights/final.safetensors is missing"
+
+
+@pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
+def test_weights_of_another_run_and_a_lost_seal_are_told(
+    database: str, spec: Specs, recorded_in: str
+) -> None:
+    """Each by itself; a seal that was lost is written again."""
+    uri = "off" if recorded_in == "off" else database
+    folder = finished(spec(uri), weights=True)
+    assert check_record(folder, uri, repair=False) == []
+    (folder / "seal.json").unlink()
+    (told,) = check_record(folder, uri, repair=False)
+    assert (told.where, told.what) == ("folder", "seal.json is missing")
+    assert [one.mended for one in check_record(folder, uri, repair=True)] == [True]
+    assert check_record(folder, uri, repair=False) == []
+    others = {"w": torch.zeros(1)}
+    save_weights(folder, {"final": others})
+    (told,) = check_record(folder, uri, repair=False)
+    stated, found = weights_digest(WEIGHTS), weights_digest(others)
+    assert told.what == f"weights/final.safetensors has {found}, where the journal has {stated}"
 
 
 @pytest.mark.every(2)
