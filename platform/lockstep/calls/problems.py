@@ -562,3 +562,15 @@ RUN_BROKE = Problem(
     cause="a mistake of Lockstep's, in the process of a [local run of a notebook](notebooks.md#the-process-of-a-local-run)",
     advice="report it, with the traceback",
 )
+
+# --- the repair of a record --------------------------------------------------------------------------------------
+
+WEIGHTS_DAMAGED = Problem(
+    "record_check.weights_damaged",
+    RecordError,
+    "run {run}: {got}; nothing was sent or sealed",
+    "{remedy}, then repair the record again",
+    shown="run …: weights/… has …, where the journal has …; nothing was sent or sealed; …",
+    cause="`lockstep record check --repair` of a run whose weights were lost, damaged or changed in its folder: its store would get them, and its seal would cover them",
+    advice="the copy that the message names, put in the place of the file",
+)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.calls import problems as calls_problems
 from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.reader import load_newest, shared_files
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import NoSuchRunError, RecordError, StorageError, evidence_and_remedy
+from lockstep.errors import LockstepError, NoSuchRunError, RecordError, StorageError, evidence_and_remedy
 from lockstep.proof.summary_checks import file_disagreements
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.history import History
@@ -19,9 +21,10 @@ from lockstep.record.ledger.journal_end import PROCESS, end_of, lost_end
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow
-from lockstep.record.mirror.stores import find_history, find_observations, find_run
+from lockstep.record.mirror.stores import find_files, find_history, find_observations, find_run
 from lockstep.record.mirror.sync import refuse_strangers, require_journal, spec_of, sync
 from lockstep.record.problems import RUN_JSON
+from lockstep.record.redaction import without_uri_secrets
 from lockstep.record.runs.record_differences import (
     COPIED,
     InStore,
@@ -38,7 +41,8 @@ from lockstep.spec.locations import RECORD_OFF
 def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordDifference]:
     """What is not as it should be of the run in `folder`, and with `repair` what of it is mended now.
 
-    SpecError where the folder has no journal, and with `repair` where the run was continued in another folder. RecordError where another process records the run or the store does not answer.
+    SpecError where the folder has no journal, and with `repair` where the run was continued in another folder. RecordError where another process records the run or the store does not answer,
+    and with `repair` where the files of weights are not those that the run ended with.
     """
     require_journal(folder)
     spec = spec_of(folder, uri)
@@ -55,6 +59,8 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
             if lost_end(journal.events, store.status, store.process):
                 return problems  # the tables and the store have more than the journal
         differences = _differences(spec, folder, journal, store)
+        if repair:
+            _refuse_weights(spec, folder, journal, differences)
         if repair and not isinstance(store, InStore) and _is_off(spec):
             write_run(folder, spec.name, journal)
     finally:
@@ -150,6 +156,32 @@ def _of_weights(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
     last = journal.step(journal.last_step) if journal.last_step else None
     for name, stated, found in file_disagreements(end.summary, folder, last):
         yield RecordDifference("folder", f"{name} has {found}, where the journal has {stated}")
+
+
+def _refuse_weights(
+    spec: Spec, folder: Path, journal: Journal, differences: Sequence[RecordDifference]
+) -> None:
+    """RecordError where a file of weights is not that of the run: a repair would send it in the place of a good one, and seal it."""
+    wrong = next((d.what for d in differences if d.where == "folder" and d.what.startswith("weights/")), None)
+    if wrong is not None:
+        name = wrong.partition(" ")[0]
+        raise calls_problems.WEIGHTS_DAMAGED(
+            run=folder.name, got=wrong, remedy=_good_copy(spec, folder, journal, name)
+        )
+
+
+def _good_copy(spec: Spec, folder: Path, journal: Journal, name: str) -> str:
+    """Where a copy of a file of weights is that has the digests of the journal, and what to do with it."""
+    place = f"in the place of {str(folder / name)!r}"
+    if not _is_off(spec):
+        uri = spec.record.uri or ""
+        with tempfile.TemporaryDirectory() as download, suppress(LockstepError, OSError):
+            find_files(uri, folder.name, ("weights",), Path(download, "nowhere"), Path(download))
+            others = {wrong.what.partition(" ")[0] for wrong in _of_weights(Path(download), journal)}
+            if Path(download, name).is_file() and name not in others:
+                where = repr(without_uri_secrets(uri))
+                return f"the good copy is the artifact {name!r} of this run in {where}: put it {place}"
+    return f"no good copy is known: put one from a backup {place}"
 
 
 def _history(spec: Spec, run_id: str, differences: list[RecordDifference]) -> Rows | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.calls.problems import WEIGHTS_DAMAGED
 from lockstep.calls.record_check import check_record
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
@@ -27,7 +29,7 @@ from lockstep.record.ledger.journal_end import GONE
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.tables import read_evaluations, read_parquet, write_parquet
 from lockstep.record.mirror.mlflow import in_mlflow
-from lockstep.record.mirror.stores import reader
+from lockstep.record.mirror.stores import find_files, reader
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs import heartbeat
@@ -315,10 +317,30 @@ def test_weights_that_are_not_there_and_a_wrong_status_are_told(spec: Specs) -> 
     told = [one.what for one in check_record(folder, "off", repair=False)]
     assert told[0].startswith("weights/final.safetensors cannot be read")
     assert told[1:] == ["has status FAILED, wanted FINISHED"]
-    assert [one.mended for one in check_record(folder, "off", repair=True)] == [False, True]
+    with raises(WEIGHTS_DAMAGED):
+        check_record(folder, "off", repair=True)
     (folder / "weights" / "final.safetensors").unlink()
-    (told_now,) = check_record(folder, "off", repair=True)
-    assert told_now.what == "weights/final.safetensors is missing"
+    with raises(WEIGHTS_DAMAGED, got="weights/final.safetensors is missing"):
+        check_record(folder, "off", repair=True)
+    save_weights(folder, {"final": WEIGHTS})
+    assert [one.mended for one in check_record(folder, "off", repair=True)] == [True]
+
+
+def test_damaged_weights_are_not_sent_in_the_place_of_good_ones(database: str, spec: Specs) -> None:
+    """Neither does a seal cover them. The refusal names the good copy, which mends the folder."""
+    folder = finished(spec(database), weights=True)
+    seal, name = (folder / "seal.json").read_bytes(), "weights/final.safetensors"
+    save_weights(folder, {"final": {"w": torch.zeros(1)}})
+    with raises(
+        WEIGHTS_DAMAGED, remedy=re.compile(f"^the good copy is the artifact {name!r} of this run in ")
+    ):
+        check_record(folder, database, repair=True)
+    assert (folder / "seal.json").read_bytes() == seal
+    stored = folder.parent / "stored"
+    stored.mkdir()
+    find_files(database, folder.name, ("weights",), folder.parent / "nowhere", stored)
+    shutil.copy(stored / name, folder / name)
+    assert check_record(folder, database, repair=True) == []
 
 
 @pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
