@@ -31,6 +31,9 @@ _MARK = "__dynamo_disable"
 _OF_COMPILED = "get_compiler_config"
 """An attribute of what `torch.compile` returns for a function."""
 
+_OURS = "__lockstep"
+"""An attribute of what `compiled` returns."""
+
 _AS_WRITTEN, _COMPILED = "force_eager", "default"
 """The stances of the compiler that are taken here."""
 
@@ -143,11 +146,17 @@ def _is_imported() -> bool:
     return _COMPILER in sys.modules and not isinstance(sys.modules[_COMPILER], _DeferredCompiler)
 
 
+def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """What `torch.compile` returns for a function with these settings, for Lockstep's own use: not one of `compiled_functions`."""
+    program: Callable[..., Any] = torch.compile(function, **settings)
+    vars(program)[_OURS] = True
+    return program
+
+
 def compiled_functions() -> list[str]:
-    """The functions of this process for which `torch.compile` was called, by module and name. Takes half a second where there are any, else nothing."""
+    """The functions of this process for which the job has called `torch.compile`, by module and name. Takes half a second where the compiler is imported, else nothing."""
     if not _is_imported():
         return []
-    functions = (
-        each for each in gc.get_objects() if type(each) is FunctionType and _OF_COMPILED in vars(each)
-    )
-    return sorted({f"{each.__module__}.{each.__qualname__}" for each in functions})
+    functions = [each for each in gc.get_objects() if type(each) is FunctionType]
+    of_job = [each for each in functions if _OF_COMPILED in vars(each) and _OURS not in vars(each)]
+    return sorted({f"{each.__module__}.{each.__qualname__}" for each in of_job})

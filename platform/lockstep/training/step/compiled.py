@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lockstep.data.loader import map_tensors
 from lockstep.data.user_cache import cache_path
 from lockstep.errors import JobError, first_line
-from lockstep.training.deferred_dynamo import functions_compiled
+from lockstep.training.deferred_dynamo import compiled, functions_compiled
 from lockstep.training.step import problems
 from lockstep.training.step.compiled_units import computing_units, only_of_job
 
@@ -230,7 +230,7 @@ class Program:
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], callers: int = 1) -> None:
         """`callers` share the function, each with `recompile_limit` programs."""
-        self._compiled = torch.compile(function, dynamic=False, options=options)
+        self._compiled = compiled(function, dynamic=False, options=options)
         self._limit = _DYNAMO["recompile_limit"] * callers
         self._settings = _DYNAMO | {"recompile_limit": self._limit}
         if callers > 1:
