@@ -40,12 +40,11 @@ from tests.unit.record.rows import step_row
 PAGE = Path(__file__).parents[4] / "docs" / "attempts.md"
 ROOT = Path(__file__).parents[4]
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 PLAIN: Mapping[str, Any] = {"job": {"use": "tests.distributed.small_jobs:Plain"}}
 REPLAYED = AttemptOrigin(replay=Replay("a" * 32, "/runs", 0, 3))
 
 KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | None]] = {
-    "on GPUs": ({}, GPU, AttemptOrigin()),
     "`sharding: optimizer` or `full` without [`faults.mirror`](#sharded-state)": (
         {"sharding": "full"},
         CPU,
@@ -59,7 +58,7 @@ KNOWN_BEFORE: dict[str, tuple[Mapping[str, Any], torch.device, AttemptOrigin | N
 SHOWN_LATER = {
     "a worker that is lost together with its mirror": "tests/distributed/test_mirrors.py",
     "fewer workers are left than `workers.min`, or none": "tests/unit/training/elastic/test_membership.py",
-    "a worker ended with an error of its own: the job's, a device's, a disk's": "tests/distributed/test_survivors.py",
+    "a worker ended with an error of its own: the job's, a disk's": "tests/distributed/test_survivors.py",
     "a worker is lost before all of them train": "tests/unit/training/elastic/test_membership.py",
     "a step fails a second time though no worker is lost": "tests/unit/training/elastic/test_membership.py",
     "rank 0 of a [sweep](sweeps.md)'s trial": "tests/cluster/test_sweep.py",
