@@ -141,6 +141,17 @@ def test_nothing_is_used_of_a_group_that_is_broken_off(use: Callable[[KernelWait
         use(waits)
 
 
+def test_only_a_group_that_has_kernels_gives_anything_once_it_is_broken_off() -> None:
+    """On a worker that is alone an error is its own, whatever the rendezvous has called for."""
+    alone = Group(0, 1, CPU, outlives=True)
+    alone.break_off()
+    assert alone.waits.is_ended and not alone.gives_anything
+    several = Group(0, 2, CPU, outlives=True, waits=KernelWaits(_Channel(0.0), CPU))
+    assert not several.gives_anything
+    several.break_off()
+    assert several.gives_anything
+
+
 class _Done:
     def wait(self) -> None: ...
 

@@ -179,7 +179,7 @@ class Group:
     @property
     def gives_anything(self) -> bool:
         """Whether the group's kernels were aborted: what it has given since is anything, and so is what failed by it."""
-        return self.outlives and self.waits.is_ended
+        return isinstance(self.waits, KernelWaits) and self.waits.is_ended
 
     def settle(self) -> None:
         """Wait until all that was received from other ranks is there: before a state is changed by it, or the host decides by it.

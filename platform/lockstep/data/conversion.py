@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.job.collation import with_items
+
 
 def converted(value: Any) -> Any:
     """`value` with the arrays and numbers of NumPy as tensors, in containers as well; a plain tuple becomes a list, as with torch's loader.
@@ -47,13 +49,10 @@ def _tensor(value: Any) -> Any:
 
 def _converted_mapping(value: Mapping[Any, Any]) -> Any:
     inner = {key: converted(value[key]) for key in value}
+    if isinstance(value, MutableMapping):
+        return with_items(value, inner)
     try:
-        if not isinstance(value, MutableMapping):
-            return type(value)(inner)  # type: ignore[call-arg]
-        clone = copy.copy(value)  # the class may hold more than its items
-        for key, new in inner.items():
-            clone[key] = new
-        return clone
+        return type(value)(inner)  # type: ignore[call-arg]
     except TypeError:
         return inner
 

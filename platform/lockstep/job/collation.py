@@ -23,10 +23,15 @@ def _collated_mappings(
     # A Counter gives 0 for what it has not counted, so each sample has a number for the keys of all.
     keys = dict.fromkeys(key for each in mappings for key in each) if isinstance(first, Counter) else first
     inner = {key: collate([each[key] for each in mappings], collate_fn_map=collate_fn_map) for key in keys}
+    return with_items(first, inner)
+
+
+def with_items(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    """A copy of a mapping, whose class may hold more than its items, with these assigned one by one; a dict where the class refuses them."""
     try:
-        clone = copy.copy(first)  # the class may hold more than its items
-        for key, values in inner.items():
-            clone[key] = values
+        clone = copy.copy(mapping)
+        for key, value in items.items():
+            clone[key] = value
         return clone
     except TypeError:
-        return inner
+        return items
