@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.training.step import problems
 
@@ -31,8 +30,6 @@ class FSDPCalls(FSDPModule):
         self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
         restore_class(module)
         self._strides: list[tuple[int, ...]] = []
-        self._hooked: Any = WeakTensorKeyDictionary()
-        """The tensors in attributes that have the hook: one that a forward does not replace gets no second one."""
         self._keep_strides()
         # An instance may refuse to be copied as torch's class does: a copy would share the hooks, and the shards.
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
@@ -75,8 +72,8 @@ class FSDPCalls(FSDPModule):
                 base.grad_fn.register_prehook(self._gather)
         for part in module.modules():
             for tensor in _with_graph(vars(part).values()):
-                if tensor not in self._hooked:
-                    self._hooked[tensor] = tensor.register_hook(self._gather)  # type: ignore[no-untyped-call]
+                # Anew after each forward: what is written into a tensor has another node, which has no hook.
+                tensor.register_hook(self._gather)  # type: ignore[no-untyped-call]
 
     def _gather(self, _gradients: Any) -> None:
         self._state._pre_backward(None)
