@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from lockstep.checkpoint.snapshot import writers
 from lockstep.checkpoint.stored_tensor import in_memory
@@ -289,6 +289,7 @@ class TrainState:
 
     def _sections(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         self._placed = {}
+        job = self._job_section()
         return {
             "model": {
                 "state": self._standing(self.model_state()),
@@ -296,6 +297,7 @@ class TrainState:
                 "order": self.order,
                 **({"settings": self.settings.changed} if self.settings.changed else {}),
                 **({"resized": resized} if (resized := self._resized()) else {}),
+                **({"shared_with_job": shared} if (shared := self._shared_with_job(job)) else {}),
             },
             "optimizer": optimizer,
             "scaler": self.precision.state_dict(),
@@ -305,7 +307,7 @@ class TrainState:
                 "weights": self._standing(self.best.weights),
             },
             "metrics": dict(self.metrics),
-            "job": self._job_section(),
+            "job": job,
             **({} if self.average is None else {"ema": self._standing(self.average_state())}),
             **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
             **({} if self.pending is None else {"evaluation": self._pending_section(self.pending)}),
@@ -318,6 +320,18 @@ class TrainState:
             if isinstance(value, Tensor) and value.requires_grad:
                 raise problems.STATE_LEARNS(name=f"job{keystr(path)}")
         return section
+
+    def _shared_with_job(self, section: Mapping[str, Any]) -> list[list[list[Any]]]:
+        """Which tensors of the job's state are memory of the model, as `sharing` tells it, in lists: a section by itself cannot tell."""
+        if not any(isinstance(value, Tensor) for value in tree_leaves(section)):
+            return []
+        model = {name: value for name, value in self.model_state().items() if isinstance(value, Tensor)}
+        shared = sharing({"job": section, "model": model}, "")
+        return sorted(
+            sorted([path, start] for path, start in piece)
+            for piece in shared
+            if {path.split("/")[1] for path, _ in piece} == {"job", "model"}
+        )
 
     def _pending_section(self, pending: Pending) -> dict[str, Any]:
         """The pending evaluation. Where it is of the current state, its weights are not held twice."""
@@ -454,7 +468,10 @@ class TrainState:
         if sections["job"]:
             shared = sharing(sections["job"], "job")
             self.job.load_state_dict(sections["job"])
-            check_shared(shared, sharing(dict(self.job.state_dict()), "job") if shared else shared)
+            restored = dict(self.job.state_dict())
+            check_shared(shared, sharing(restored, "job") if shared else shared)
+            with_model = sections["model"].get("shared_with_job", [])
+            check_shared(_pieces(with_model), _pieces(self._shared_with_job(restored) if with_model else []))
 
 
 def _copied(value: Any) -> Any:
@@ -471,6 +488,11 @@ def _filled(tree: Any, tensors: Mapping[int, Tensor]) -> Any:
     if type(tree) is dict:
         return {key: _filled(value, tensors) for key, value in tree.items()}
     return tree
+
+
+def _pieces(lists: Sequence[Sequence[Sequence[Any]]]) -> Shared:
+    """What `_shared_with_job` gave, as `sharing` gives it."""
+    return {frozenset((path, start) for path, start in piece) for piece in lists}
 
 
 def check_shared(saved: Shared, restored: Shared) -> None:

@@ -251,6 +251,38 @@ def test_what_a_job_holds_in_one_memory_is_in_one_memory_again_or_refused(apart:
         assert job.history.tolist() == [0, 0, 0, 3]
 
 
+class Watched(Job):
+    """A weight of the model under a name of the job's own, taken back by itself or looked up again."""
+
+    def __init__(self, model: nn.Linear, *, apart: bool) -> None:
+        super().__init__(None)
+        self.linear, self.apart = model, apart
+        self.watched: torch.Tensor = model.weight.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"watched": self.watched}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.watched = state["watched"] if self.apart else self.linear.weight.detach()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_weight_that_a_job_holds_is_the_weight_again_or_refused(apart: bool) -> None:
+    """Each section is a file of its own, in which the job's tensor is one by itself."""
+    model = nn.Linear(1, 1)
+    job = Watched(model, apart=apart)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainState(job, model, optimizer, Precision("fp32", torch.device("cpu")))
+    packed = {name: pack(section, name) for name, section in state.sections().items()}
+    sections = {
+        name: unpack(one.skeleton, {place: tensor.clone() for place, tensor in one.tensors.items()})  # type: ignore[union-attr]
+        for name, one in packed.items()
+    }
+    with raises(SHARED_APART, name="job/watched", other="model/weight") if apart else nullcontext():
+        state.restore(sections)
+    assert (job.watched.data_ptr() == model.weight.data_ptr()) is not apart
+
+
 @pytest.mark.parametrize("fused", [True, None])
 def test_an_update_that_overflows_begins_no_state(fused: bool | None) -> None:
     """A fused optimizer is stepped by torch's scaler all the same: it would have a state where a sharded one has none."""
