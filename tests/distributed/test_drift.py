@@ -28,7 +28,7 @@ from lockstep.training.integrity import problems
 from lockstep.training.integrity.agreement import Agreement
 from lockstep.training.integrity.quantities import Quantity
 from lockstep.training.loop import fit
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.step import forward_backward
 from lockstep.training.step.accumulation import Accumulation
 from lockstep.training.step.mirrored_optimizer import MirroredOptimizer

@@ -31,7 +31,7 @@ from lockstep.training.elastic.errors import LeftError
 from lockstep.training.elastic.membership import Progress
 from lockstep.training.elastic.recovery import Seat
 from lockstep.training.loop import fit, report_end
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.step import problems
 from lockstep.training.step.sharding import SCALARS
 from tests.distributed.kinds import Kind

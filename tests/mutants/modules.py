@@ -58,6 +58,18 @@ COVERED = {
         "tests/unit/proof/test_verify.py",
         "tests/distributed/test_mistakes.py",
     ],
+    "training/run.py": [
+        "tests/unit/training/test_setup.py",
+        "tests/distributed/test_joining.py",
+        "tests/distributed/test_survivors.py",
+        "tests/distributed/test_recheck.py",
+        "tests/distributed/test_own_orders.py",
+    ],
+    "training/initial_state.py": [
+        "tests/unit/training/test_setup.py",
+        "tests/distributed/test_mirrored_shards.py",
+        "tests/distributed/test_mistakes.py",
+    ],
     "training/planning.py": [
         "tests/unit/training/test_planning.py",
         "tests/unit/training/test_setup.py",

@@ -28,11 +28,11 @@ from lockstep.spec.fields import Spec
 from lockstep.training.evaluation.evaluation_pass import evaluation_loss, has_evaluation_loss, stretch_of
 from lockstep.training.failure import job_at
 from lockstep.training.initial_model import make_model
+from lockstep.training.initial_state import make_state
 from lockstep.training.integrity.rehearsal.micro_batch import check_loss
 from lockstep.training.job_data import JobData, check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.module_modes import evaluating
 from lockstep.training.planning import make_plan
-from lockstep.training.setup import make_state
 from lockstep.training.state import TrainState
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.step.parameters import missing_gradient

@@ -22,7 +22,7 @@ from lockstep.training.failure import job_at
 from lockstep.training.final_model import keep_final_model
 from lockstep.training.integrity.digests import check_same_weights, digest_on_first, gathered_on_first
 from lockstep.training.integrity.state_digest import tree_digest, weights_digest
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.shards import Shard
 from lockstep.training.weights import save_streamed, save_weights

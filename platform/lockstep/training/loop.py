@@ -50,7 +50,8 @@ from lockstep.training.observe import worker_memory
 from lockstep.training.observe.not_finite import looked_into
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.rank_speed import Pace
-from lockstep.training.setup import Run, prepare
+from lockstep.training.run import Run
+from lockstep.training.setup import prepare
 from lockstep.training.step.compiled import NAME as COMPILED
 
 Ending = Literal["finished", "stopped", "unwanted", "regrouping"]

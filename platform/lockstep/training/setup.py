@@ -6,47 +6,37 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
-
-import torch
 
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.fork_isolation import set_apart
-from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatches
-from lockstep.data.sampler import MicroBatch, MicroBatchSampler
 from lockstep.data.table_pins import Pins
 from lockstep.job.inputs.external_facts import possible_causes, told_of_unknown
 from lockstep.job.inputs.imports import imports_of_job
 from lockstep.job.inputs.variables import reads_of
 from lockstep.job.interface import Job
-from lockstep.plan import Plan, Position
+from lockstep.plan import Plan
 from lockstep.record.events.union import StageEnded, Tell, Warned
 from lockstep.record.ledger.history import History
-from lockstep.spec.compiling import CompiledUnits
 from lockstep.spec.fields import Spec
-from lockstep.training import problems
-from lockstep.training.checkpoints import Checkpoints, LastSave
 from lockstep.training.deferred_dynamo import compiled_functions
 from lockstep.training.deferred_model import DeferredModel
 from lockstep.training.determinism import check_kept
-from lockstep.training.driver_requests import Requests
 from lockstep.training.evaluation.evaluation_pass import has_evaluation_loss
 from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.identity_inputs import Inputs, continued
 from lockstep.training.initial_model import asks_for_shards, make_deferred, make_model
-from lockstep.training.integrity.digests import digest_on_first, element_digest
-from lockstep.training.integrity.recheck import Recheck
+from lockstep.training.initial_state import job_weights_of, make_state
+from lockstep.training.integrity.digests import digest_on_first
 from lockstep.training.integrity.rehearsal.child_process import NoChildError, can_fork, in_child
 from lockstep.training.integrity.rehearsal.micro_batch import Rehearsal
-from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.step_rehearsal import StepRehearsal
-from lockstep.training.integrity.resume_check.due import Due
 from lockstep.training.integrity.state_digest import weights_digest
 from lockstep.training.job_data import (
     JobData,
@@ -58,140 +48,24 @@ from lockstep.training.job_data import (
 from lockstep.training.metric_rules import check_followed, check_metric
 from lockstep.training.model_sharding import hold_whole, keep_tables_whole, shard
 from lockstep.training.module_modes import learning_in_evaluation_mode
-from lockstep.training.planning import make_plan, updates_of
+from lockstep.training.planning import make_plan
+from lockstep.training.run import Run, watch_bits
 from lockstep.training.run_facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
 from lockstep.training.state import TrainState, tensors
-from lockstep.training.step.closures import check_closures
-from lockstep.training.step.compiled import CompiledLosses
-from lockstep.training.step.compiled_units import check_units_apart, compile_units
-from lockstep.training.step.full_sharding import check_torch
-from lockstep.training.step.job_weights import JobWeights, has_eval_weights
-from lockstep.training.step.learning_rate import make_schedule
-from lockstep.training.step.mirrored_shards import MirroredShards
-from lockstep.training.step.optimizer import make_optimizer
+from lockstep.training.step.job_weights import has_eval_weights
 from lockstep.training.step.optimizer_step import Stepper
 from lockstep.training.step.parameter_order import check_same_order
 from lockstep.training.step.parameters import short_parameters
 from lockstep.training.step.phase_step import LossModule
-from lockstep.training.step.phases import (
-    PhaseOptimizers,
-    PhaseSchedules,
-    check_combination,
-    optimizers_of,
-)
-from lockstep.training.step.precision import Precision
-from lockstep.training.step.sharding import check_threads
 from lockstep.training.step.sharding_units import Calls
-from lockstep.training.step.weight_average import Average, has_modes
 from lockstep.training.worker_environment import return_freed_memory
 
 T = TypeVar("T")
 
 APART_S = 10.0
 """How long an order of the dataset's own may take in a process of its own, where nothing else waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run, ready to be trained: everything that `fit` works on."""
-
-    spec: Spec
-    job: Job
-    plan: Plan
-    group: Group
-    state: TrainState
-    step: Stepper
-    evaluate: EvaluationSets | None
-    batches: MicroBatches
-    facts: dict[str, Any]
-    start: Start | None
-    history: History
-    inputs: Inputs
-    last_save: LastSave = field(default_factory=LastSave)
-    check_due: Due = field(default_factory=Due)
-    activations_bytes: int = 0
-    """What the graph of the first micro-batch keeps for backward, in the phase that keeps most; 0 where it is not known."""
-
-    def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
-        """The run of this worker in another group, from the current state. All ranks of the group call it."""
-        old = self.step
-        plan = replace(self.plan, in_passes=self.state.sharding is not None)
-        step = Stepper(self.spec, plan, group, self.state, old.forms)
-        step.compute.settings = old.compute.settings
-        if self.evaluate is not None:
-            self.evaluate.join(group)
-            self.evaluate.shard(self.state.sharding)
-            self.evaluate.restore_buffers_by(step.compute.buffers.restore)
-        if self.state.job_weights is not None:
-            self.state.job_weights.group = group
-        watch_bits(step, self.spec, plan, self.batches, tell, origin)
-        facts = {**self.facts, "workers": group.size}
-        return replace(self, group=group, plan=plan, step=step, facts=facts, start=None)
-
-    def loader(self) -> Loader:
-        """The worker's micro-batches from the state's step to the end of the run."""
-        samples, start = self.batches.samples, self.state.counters.step
-        rank, workers = self.group.rank, self.group.size
-
-        def assigned(micro_batches: int) -> range:
-            return self.plan.ranges(workers, micro_batches)[rank]
-
-        sampler = make_sampler(self.spec, self.plan, samples, assigned, start)
-        processes = self.spec.data.loader_processes
-        strict = self.spec.determinism == "strict"
-        return Loader(
-            self.batches,
-            sampler,
-            self.group.device,
-            processes,
-            self.group.let_go,
-            self._compared(start) if strict else None,
-            partial(self._check_order, sampler) if strict and sampler.may_change else None,
-        )
-
-    def _check_order(self, sampler: MicroBatchSampler, key: MicroBatch) -> None:
-        """Refuse an order that training has changed, also before a micro-batch is computed again: samples are asked for anew for that, and no device is to be blamed."""
-        recheck = self.step.accumulation.recheck
-        sampler.check_unchanged(
-            key, due=recheck is not None and bool(recheck.chosen(self.plan.position(key.step)))
-        )
-
-    def _compared(self, start: int) -> Callable[[MicroBatch], bool]:
-        """Which micro-batches are fetched twice: the worker's first one of the steps 1, 2, 4, 8 … after `start`, and of the last step."""
-        last = self.plan.total_steps - 1
-
-        def compared(key: MicroBatch) -> bool:
-            done = key.step - start
-            if done <= 0 or (done & (done - 1) and key.step != last):
-                return False
-            return key.micro_batch == self.step.accumulation.assigned(self.plan.position(key.step)).start
-
-        return compared
-
-    def ahead(self, over: bool) -> Iterator[Position]:
-        """The remaining steps; none where the run is `over`."""
-        return iter(()) if over else self.plan.positions(self.state.counters.step)
-
-    def checkpoints(self, tell: Tell, requests: Requests, origin: AttemptOrigin | None) -> Checkpoints:
-        """The saver of this run's state. An attempt whose origin says so saves nothing."""
-        if origin is not None and not origin.saves:
-            origin = None
-        return Checkpoints(
-            self.spec,
-            self.plan,
-            self.group,
-            self.state,
-            self.facts,
-            self.history,
-            tell,
-            requests,
-            origin,
-            self.start,
-            self.step.digests.for_checkpoint,
-            self.last_save,
-        )
 
 
 Warn = Callable[[str], None]
@@ -485,96 +359,6 @@ def make_stepper(spec: Spec, group: Group, plan: Plan, rehearsed: Rehearsed, beg
     return step
 
 
-def watch_bits(
-    step: Stepper,
-    spec: Spec,
-    plan: Plan,
-    batches: MicroBatches,
-    tell: Tell,
-    origin: AttemptOrigin | None,
-) -> None:
-    """Set a worker's steps up to detect wrong bits, and to name the samples of a micro-batch that fails."""
-    sampler = make_sampler(spec, plan, batches.samples)
-    step.compute.samples = lambda position, m: sampler.at(position, m).ids
-    step.compute.places = sampler.places
-    compares = spec.determinism == "strict" and spec.reduction == "exact" and spec.rehearsal != "off"
-    compares &= not spec.data.loader_processes  # the loader compares what it fetches
-    replays = origin is not None and origin.replay is not None
-    by_default = spec.recheck is None and compares and len(step.each_phase) == 1 and not replays
-    if spec.recheck or by_default:
-        memory = partial(memory_of, step.state.job, step.state.model)
-        (phase,) = step.each_phase
-        step.accumulation.recheck = Recheck(
-            spec,
-            plan,
-            step.group,
-            batches,
-            sampler,
-            step.agreement,
-            partial(step.accumulation.recomputed, phase),
-            memory,
-            together=step.state.sharding is not None,
-        )
-    if origin is not None:
-        from_checkpoint = not origin.in_memory
-        step.agreement.begin(tell, origin.attempt, origin.doubts, from_checkpoint=from_checkpoint)
-
-
-def make_state(
-    spec: Spec,
-    job: Job,
-    plan: Plan,
-    model: torch.nn.Module,
-    device: torch.device,
-    *,
-    evaluates: bool,
-    group: Group | None = None,
-) -> TrainState:
-    """The state of a run before its first step; `evaluates` is whether an evaluation of the job has a loss.
-
-    `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
-    """
-    check_combination(job, spec)
-    if spec.sharding.mode == "full":
-        check_torch()
-    if spec.sharding.mode != "none" and spec.determinism == "strict":
-        check_threads(model, device, spec.threads, spec.sharding.mode)
-    average = None if spec.ema is None else Average(model, spec.ema)
-    updates = updates_of(plan)
-    with imports_of_job(job):
-        optimizer = make_optimizer(job, model, spec, group)
-        schedules = {
-            phase: make_schedule(job, spec.schedule, phase_optimizer, updates, evaluates=evaluates)
-            for phase, phase_optimizer in optimizers_of(optimizer).items()
-        }
-    check_closures(spec, job, list(optimizers_of(optimizer).values()))
-    if average is not None and (
-        modal := [
-            phase_optimizer
-            for phase_optimizer in optimizers_of(optimizer).values()
-            if has_modes(phase_optimizer)
-        ]
-    ):
-        raise problems.EMA_BESIDE(got=f"{spec.ema:g}", name=type(modal[0]).__name__)
-    schedule = (
-        PhaseSchedules(schedules)
-        if isinstance(optimizer, PhaseOptimizers)
-        else next(iter(schedules.values()))
-    )
-    state = TrainState(
-        job,
-        model,
-        optimizer,
-        Precision(spec.precision, device),
-        average=average,
-        schedule=schedule,
-        compiled=_compiled(spec, model, device),
-    )
-    if group is not None and spec.mirrors_parameters:
-        state.mirrored_shards = MirroredShards(state, group, spec.sharding, partial(element_digest, device))
-    return state
-
-
 def _apart(job: Job, group: Group, function: Callable[[], T]) -> T | None:
     """The value of `function()` in a process of its own; None where there can be none, or it takes long."""
     if not can_fork(group.device):
@@ -591,33 +375,3 @@ def _tell_as_written(warn: Warn) -> None:
             f"the job compiles {', '.join(names)} with torch.compile: determinism strict runs such functions as they are written, since a program would depend on what its "
             "worker has computed before; compile=true compiles the loss with all that it calls, compile=units the blocks of the model"
         )
-
-
-def _compiled(spec: Spec, model: torch.nn.Module, device: torch.device) -> CompiledLosses | None:
-    """What compiles the losses, or the units of the model that the spec names. SpecError where these would be gathered in part."""
-    if not spec.compile:
-        return None
-    names: list[str] = []
-    if isinstance(spec.compile, CompiledUnits):
-        names = compile_units(model, spec.compile.units)
-        if spec.sharding.mode == "full":
-            check_units_apart(model, names, spec.sharding.units)
-    return CompiledLosses(spec.determinism, device, spec.precision, len(names))
-
-
-def job_weights_of(
-    spec: Spec, job: Job, plan: Plan, state: TrainState, batches: MicroBatches, group: Group
-) -> JobWeights:
-    """Enters the job's `eval_weights`. SpecError for settings beside which there is no room for it."""
-    if spec.ema is not None:
-        raise problems.EVAL_WEIGHTS_BESIDE(field="ema", got=f"{spec.ema:g}", remedy="leave ema out")
-    if spec.sharding.mode == "full":
-        raise problems.EVAL_WEIGHTS_BESIDE(
-            field="sharding", got="'full'", remedy="set sharding=optimizer: it needs whole parameters"
-        )
-    optimizers = optimizers_of(state.optimizer)
-    optimizer = optimizers.get("", optimizers)
-    sampler = make_sampler(spec, plan, batches.samples)
-    weights = JobWeights(job, state.model, optimizer, batches, sampler, plan, group, spec.seed)
-    weights.step = lambda: state.counters.step
-    return weights

@@ -35,7 +35,8 @@ from lockstep.training.determinism import determinism
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
 from lockstep.training.observe.worker_memory import sums_held
-from lockstep.training.setup import Run, prepare
+from lockstep.training.run import Run
+from lockstep.training.setup import prepare
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.reduction import TreeSum
 from tests.distributed.changing_jobs import by_tokens

@@ -18,7 +18,7 @@ from lockstep.record.events.union import tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.driver_requests import NoRequests
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.state import Counters
 
 

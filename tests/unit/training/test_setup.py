@@ -21,13 +21,15 @@ from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, StageEnded, Warned, tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
-from lockstep.training import problems, setup
+from lockstep.training import problems
+from lockstep.training import run as run_module
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.job_data import make_sampler
 from lockstep.training.loop import surroundings
 from lockstep.training.metric_rules import check_followed, check_metric
 from lockstep.training.planning import make_plan
-from lockstep.training.setup import Run, prepare, watch_bits
+from lockstep.training.run import Run, watch_bits
+from lockstep.training.setup import prepare
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.job_weights import JobWeights
 from lockstep.training.step.loss_form import LossForm
@@ -206,8 +208,8 @@ def test_a_run_in_another_group_keeps_what_the_rehearsal_found(monkeypatch: pyte
         found.extend(given)
         return made(*given)
 
-    made = setup.Stepper
-    monkeypatch.setattr(setup, "Stepper", stepper)
+    made = run_module.Stepper
+    monkeypatch.setattr(run_module, "Stepper", stepper)
     old = run.step
     old.forms = {"": LossForm(("a",), ("b",), True, frozenset({"0.weight"}))}
     joined: list[Group] = []
@@ -358,7 +360,7 @@ def test_micro_batches_are_fetched_twice_in_a_few_steps(
         assert check is None  # the data have no order of their own
         compared.append(comparison)
 
-    monkeypatch.setattr(setup, "Loader", loader)
+    monkeypatch.setattr(run_module, "Loader", loader)
     run = prepared(spec_of(length={"steps": 12}), Plain(Plain.Params(samples=20)))
     run.state.counters.step = start
     run.loader()

@@ -41,7 +41,7 @@ from lockstep.training.elastic import problems
 from lockstep.training.elastic.errors import LeftError, RegroupError
 from lockstep.training.elastic.membership import Progress
 from lockstep.training.identity_inputs import completed, differing
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState
 from lockstep.training.step.fsdp_modules import can_be_undone

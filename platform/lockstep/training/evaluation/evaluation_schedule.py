@@ -31,7 +31,7 @@ from lockstep.training.evaluation.evaluator_messages import Measured
 from lockstep.training.evaluation.evaluator_process import Evaluator
 from lockstep.training.failure import job_at
 from lockstep.training.metric_rules import check_followed
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.state import Best, Pending, tensors
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.swapped_weights import weights_shown

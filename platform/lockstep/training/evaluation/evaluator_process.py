@@ -23,7 +23,7 @@ from lockstep.record.events.union import Tell, Warned
 from lockstep.running_time import running_s
 from lockstep.training.evaluation.evaluator_messages import Asked, AtWork, Beginning, Failed, Measured
 from lockstep.training.integrity.resume_check.spare_memory import lacking_memory
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.spare_process import ProcessContext, SpareInterpreter
 from lockstep.training.state import Pending
 

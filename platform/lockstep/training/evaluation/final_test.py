@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from lockstep.record.events.union import Alive, Document, Tell
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.swapped_weights import weights_shown
 

@@ -21,7 +21,8 @@ from lockstep.training.evaluation.evaluator_messages import Asked, AtWork, Begin
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.resume_check.resumed_step import alone
 from lockstep.training.loop import surroundings
-from lockstep.training.setup import Run, prepare
+from lockstep.training.run import Run
+from lockstep.training.setup import prepare
 from lockstep.training.step.buffers import KeptBuffers
 from lockstep.training.swapped_weights import put_weights
 

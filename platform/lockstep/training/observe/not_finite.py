@@ -29,7 +29,7 @@ from lockstep.randomness import seed_all, step_key
 from lockstep.record.events.union import Document, Tell, Warned
 from lockstep.training.job_data import make_sampler
 from lockstep.training.observe.worker_memory import tensors_in
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 
 NAME = "not-finite.json"
 """The document with what was found."""

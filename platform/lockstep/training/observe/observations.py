@@ -25,7 +25,7 @@ from lockstep.training.observe.layers import LayerFlow
 from lockstep.training.observe.memory_growth import Growth
 from lockstep.training.observe.precision_cost import BesideFp32, is_compared
 from lockstep.training.observe.step_times import Part
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.step.phase_step import PhaseStep
 from lockstep.training.step.precision import underflow
 

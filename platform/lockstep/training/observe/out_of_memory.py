@@ -33,7 +33,8 @@ from lockstep.training.observe import worker_memory
 from lockstep.training.observe.memory_growth import held_bytes
 from lockstep.training.observe.memory_limits import address_space, killing_limits
 from lockstep.training.observe.memory_owners import holdings
-from lockstep.training.setup import Run, prepare
+from lockstep.training.run import Run
+from lockstep.training.setup import prepare
 from lockstep.training.state import TrainState
 from lockstep.training.step.forward_backward import ForwardBackward
 from lockstep.training.step.optimizer_step import Stepper

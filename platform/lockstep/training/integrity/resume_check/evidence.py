@@ -13,7 +13,7 @@ from lockstep.record.ledger.comparison import differing
 from lockstep.record.ledger.rows import StepRow
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.object_state import Memory
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.step.phases import optimizers_of, sharded_of
 
 LARGEST_LOOKED_AT = 1 << 16

@@ -28,7 +28,7 @@ from lockstep.training.integrity.resume_check.evidence import Evidence, cause_of
 from lockstep.training.integrity.resume_check.launch import Spare, Start, start_spare
 from lockstep.training.integrity.resume_check.request import NotTried, Refused, Request, Taken
 from lockstep.training.integrity.resume_check.spare_memory import lacking_memory
-from lockstep.training.setup import Run
+from lockstep.training.run import Run
 from lockstep.training.spare_process import ProcessContext
 
 SHARE = 300
