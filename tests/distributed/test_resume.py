@@ -458,6 +458,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(pool: Pool, tmp_path
     train_attempt(spec, RUN, AttemptOrigin(), 6)
     name = flip_a_bit(tmp_path, 6)
     resumed = pool.run(2, train_attempt, spec, RUN, taken_up(str(tmp_path), None))[0]
+    assert len(resumed.warnings) == 1, resumed.warnings
     (warning,) = resumed.warnings
     assert name in warning
     assert "passed over" in warning
