@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from lockstep.clusters.authentication import LOOPBACK_ONLY
+from lockstep.clusters.ray_internals.address_file import default_folder
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.processes import named
@@ -77,6 +78,7 @@ def started(count: int) -> Iterator[Nodes]:
     os.environ |= ENVIRONMENT
     from ray.cluster_utils import Cluster
 
+    default_folder().mkdir(parents=True, exist_ok=True)  # Ray notes the address there, and does not make it
     # Not under pytest's own folder: the paths of Ray's sockets must stay short.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         cluster = Cluster(
