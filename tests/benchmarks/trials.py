@@ -28,7 +28,7 @@ from lockstep.record.ledger.rows import EvaluationRow
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.recorders import recorders_here
-from lockstep.sweeps.trial_table import SweepTable
+from lockstep.sweeps.sweep_progress import SweepTable
 from tests.benchmarks.million import row
 
 STEPS = 5

@@ -172,7 +172,7 @@ def test_of_two_workers_the_second_attempt_tells_which_was_wrong(tmp_path: Path)
 
 @pytest.mark.scenario
 def test_every_node_is_measured_with_its_link(tmp_path: Path) -> None:
-    """On a real cluster of two nodes; what follows from such figures is in tests/unit/checks/test_health.py."""
+    """On a real cluster of two nodes; what follows from such figures is in tests/unit/checks/test_machine_health.py."""
     told = in_a_process("tests.cluster.measured_nodes", tmp_path)
     assert sorted(one["node"] for one in told["fleet"]) == sorted(told["nodes"]) and len(told["fleet"]) == 2
     first, second = (one["vitals"] for one in told["fleet"])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lockstep
-from lockstep.checks.preflight import find_initial_weights
+from lockstep.checks.start_checks import find_initial_weights
 from lockstep.spec.loading import load_spec
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain

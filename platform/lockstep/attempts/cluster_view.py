@@ -17,7 +17,7 @@ from lockstep.attempts.planned_change import Members, joining_workers_for
 from lockstep.attempts.ray_metrics import Gauges
 from lockstep.attempts.resizing import Resizing
 from lockstep.attempts.worker_group import WorkerGroup
-from lockstep.checks.health import Health
+from lockstep.checks.machine_health import Health
 from lockstep.clusters.run_registry import RunRegistry
 from lockstep.driver.signals import StopSignal
 from lockstep.record.events.union import Joined

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.attempts.node_health import fleet_health
 from lockstep.attempts.shared_files import check_shared, patience_s
 from lockstep.checks.findings import Finding, advised, failure_of
-from lockstep.checks.health import findings as health_findings
+from lockstep.checks.machine_health import findings as health_findings
 from lockstep.checks.node_view import Sight, compared, look_from_here
 from lockstep.clusters.bounded_calls import get_within
 from lockstep.clusters.connection import connected

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.attempts.shared_files import patience_s
-from lockstep.checks.health import Health, Link, Vitals, judged, measure, measure_link
+from lockstep.checks.machine_health import Health, Link, Vitals, judged, measure, measure_link
 from lockstep.clusters.bounded_calls import get_within
 from lockstep.errors import first_line
 from lockstep.running_time import running_s

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lockstep.attempts.preloaded_modules import AHEAD
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.checks.preflight import check_job
+from lockstep.checks.start_checks import check_job
 from lockstep.clusters.connection import connected
 from lockstep.clusters.core_watch import CoreWatch
 from lockstep.clusters.driver_restarter import kept

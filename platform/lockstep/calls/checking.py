@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.calls import problems
 from lockstep.checks.findings import Finding, Report
-from lockstep.checks.preflight import advise, find_initial_weights
+from lockstep.checks.start_checks import advise, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.job.source import check_job_source
 from lockstep.spec.fields import Spec
@@ -49,7 +49,7 @@ def check_spec(
 
         further += seen_from_nodes(loaded, address, health=health)
     elif health:
-        from lockstep.checks.health import findings, judged, measure
+        from lockstep.checks.machine_health import findings, judged, measure
 
         further += findings(judged({"this machine": measure(loaded.folder, threads=loaded.threads)}))
     return Report([*further, *report.checks], report.not_reached)

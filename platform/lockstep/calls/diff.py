@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.calls import problems
 from lockstep.calls.executions import execution_of, named_in
 from lockstep.checkpoint.runs.run_folder import Replay
-from lockstep.checks.preflight import find_initial_weights
+from lockstep.checks.start_checks import find_initial_weights
 from lockstep.driver.options import RunOptions
 from lockstep.proof.execution import Execution, ProcessSettings, take_steps
 from lockstep.proof.recorded_run import recorded_run

@@ -16,7 +16,7 @@ from typing import Any
 import lockstep
 from lockstep.checks import machine
 from lockstep.checks.job_import import import_problem
-from lockstep.checks.preflight import advise
+from lockstep.checks.start_checks import advise
 from lockstep.checks.tracking_store import store_answers
 from lockstep.clusters.bounded_calls import within
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from lockstep.calls import problems
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, Replay
-from lockstep.checks.preflight import find_initial_weights
+from lockstep.checks.start_checks import find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.data.table_pins import pinned, pins_of
 from lockstep.driver.options import RunOptions

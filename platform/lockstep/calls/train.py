@@ -16,7 +16,7 @@ from lockstep.calls.named_runs import train_named
 from lockstep.calls.subprocess_call import apart, unfit
 from lockstep.checkpoint.runs.lease import Lease
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
-from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
+from lockstep.checks.start_checks import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.connection import importing_ahead
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.notification import Notifications

@@ -16,7 +16,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from lockstep.checks.preflight import existing
+from lockstep.checks.start_checks import existing
 from lockstep.record.environment import machine
 from lockstep.record.redaction import redacted_variables
 from lockstep.record.system_metrics import nvml

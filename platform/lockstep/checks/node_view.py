@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from lockstep.checks.findings import Finding, failed, passed
 from lockstep.checks.fixture import Fixture
-from lockstep.checks.preflight import check_storage
 from lockstep.checks.run_checks import record_answers
+from lockstep.checks.start_checks import check_storage
 from lockstep.errors import LockstepError, evidence_and_remedy
 from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec

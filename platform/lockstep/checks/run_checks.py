@@ -13,7 +13,7 @@ from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checks.findings import Finding, advised, failed, passed, warned
 from lockstep.checks.fixture import Fixture
-from lockstep.checks.preflight import check_storage
+from lockstep.checks.start_checks import check_storage
 from lockstep.checks.tracking_store import database_opens
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event

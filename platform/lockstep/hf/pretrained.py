@@ -15,12 +15,13 @@ from typing import Any, ClassVar, Literal
 
 import pydantic
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep.errors import first_line, nearest
 from lockstep.hf import problems
+from lockstep.hf.adapters import Lora, with_adapters
 from lockstep.hf.libraries import peft, transformers, versions
 from lockstep.hf.tokens import Tokenizer
 from lockstep.job.interface import Job, Params, Placement
@@ -29,16 +30,6 @@ FILE_FIELDS = frozenset(
     {"_name_or_path", "transformers_version", "_attn_implementation", "_attn_implementation_internal"}
 )
 """Fields of a config that say where it was read from, or by what."""
-
-
-class Lora(Params):
-    """Adapters of low rank (Hu et al. 2021, arXiv 2106.09685), by peft: they learn, and the model below them is frozen."""
-
-    r: PositiveInt = 8
-    alpha: PositiveFloat = 16.0
-    dropout: NonNegativeFloat = Field(default=0.0, lt=1)
-    targets: tuple[str, ...] | None = None
-    """Names of the modules that get adapters, such as `q_proj`; None: peft's own choice for this kind of model."""
 
 
 class PretrainedParams(Params):
@@ -116,7 +107,7 @@ class Pretrained(Job):
                 param="config" if p.path is None else "path", kind=self.AUTO_MODEL, got=first_line(error)
             ) from error
         self._check_sizes(base_model)
-        model: nn.Module = base_model if p.lora is None else self._with_adapters(base_model, p.lora)
+        model: nn.Module = base_model if p.lora is None else with_adapters(base_model, p.lora, self.TASK)
         return model
 
     def identity(self) -> dict[str, Any]:
@@ -256,31 +247,6 @@ class Pretrained(Job):
         most = getattr(model.config, "max_position_embeddings", None)
         if isinstance(most, int) and self.params.length > most:
             raise problems.POSITIONS(got=self.params.length, wanted=most)
-
-    def _with_adapters(self, model: Any, lora: Lora) -> Any:
-        library = peft()
-        modules = {
-            name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-        }
-        config = library.LoraConfig(
-            task_type=self.TASK,
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=None if lora.targets is None else list(lora.targets),
-        )
-        try:
-            with warnings.catch_warnings(
-                action="ignore", category=FutureWarning
-            ):  # libraries about each other
-                adapted = library.get_peft_model(model, config)
-        except ValueError as error:
-            raise problems.LORA_TARGETS(got=first_line(error)) from error
-        for target in lora.targets or ():
-            if not any(f".{name}".endswith(f".{target}") for name in adapted.targeted_module_names):
-                kinds = {name.rpartition(".")[2] for name in adapted.targeted_module_names} | modules
-                raise problems.NO_MODULE(target=target, hint=nearest(target, kinds))
-        return adapted
 
 
 def _saved_class(config: Any) -> Any:

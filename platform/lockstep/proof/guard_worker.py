@@ -62,7 +62,7 @@ def _from_elsewhere(tree: Path, root: Path) -> str | None:
 
 def _train(request: dict[str, Any], replay_here: Any) -> None:
     from lockstep.checkpoint.runs.run_folder import Replay
-    from lockstep.checks.preflight import find_initial_weights
+    from lockstep.checks.start_checks import find_initial_weights
     from lockstep.communication.group import Group, local_device
     from lockstep.proof.operator_trace import Microscope
     from lockstep.record.ledger.tables import write_evaluations, write_parquet

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from lockstep.checkpoint.runs.lease import Lease
-from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
+from lockstep.checks.start_checks import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.guardian import Guardian, ending_line
 from lockstep.driver.notebook import as_table
@@ -40,7 +40,7 @@ from lockstep.sweeps.trial_standings import best_of, tally
 
 if TYPE_CHECKING:
     from lockstep.sweeps.decisions import Decisions
-    from lockstep.sweeps.trial_table import SweepTable
+    from lockstep.sweeps.sweep_progress import SweepTable
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
@@ -302,8 +302,8 @@ class _Driver:
         from lockstep.sweeps.decisions import Decisions
         from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
         from lockstep.sweeps.search import Search
+        from lockstep.sweeps.sweep_progress import SweepTable
         from lockstep.sweeps.trial import was_begun
-        from lockstep.sweeps.trial_table import SweepTable
 
         decisions = Decisions(opened.folder, self.stop.wait, self.progress.say)
         table = SweepTable(

@@ -23,7 +23,7 @@ from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.identity_inputs import Inputs
 from lockstep.training.integrity.recheck import Recheck
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
-from lockstep.training.integrity.resume_check.due import Due
+from lockstep.training.integrity.resume_check.check_schedule import CheckSchedule
 from lockstep.training.job_data import (
     make_sampler,
 )
@@ -49,7 +49,7 @@ class Run:
     history: History
     inputs: Inputs
     last_save: LastSave = field(default_factory=LastSave)
-    check_due: Due = field(default_factory=Due)
+    check_schedule: CheckSchedule = field(default_factory=CheckSchedule)
     activations_bytes: int = 0
     """What the graph of the first micro-batch keeps for backward, in the phase that keeps most; 0 where it is not known."""
 

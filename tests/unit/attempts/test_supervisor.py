@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from tests.unit.checks.test_health import SOUND
 
 from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.mailbox import Mailbox, RunStatus
@@ -26,7 +27,7 @@ from lockstep.checkpoint import problems as checkpoint_problems
 from lockstep.checkpoint.runs.run_checkpoints import claim, steps_of
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.checks.health import Health, judged
+from lockstep.checks.machine_health import Health, judged
 from lockstep.clusters import driver_restarter
 from lockstep.data.table_pins import FIELD
 from lockstep.errors import (
@@ -56,7 +57,6 @@ from lockstep.record.ledger.goodput import spent_text
 from lockstep.record.problems import NOT_RECORDED
 from tests.raised import raises
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers
-from tests.unit.checks.test_health import SOUND
 from tests.unit.record.rows import corrupted, step_row
 
 

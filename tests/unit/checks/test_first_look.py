@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.attempts.retry_policy import outcome_of
-from lockstep.checks.preflight import check_job
+from lockstep.checks.start_checks import check_job
 from lockstep.errors import JobError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.spec.loading import load_spec

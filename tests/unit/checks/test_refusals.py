@@ -19,7 +19,7 @@ from lockstep.checks import problems
 from lockstep.checks.bench import check_workers
 from lockstep.checks.lr_finder import lr_find
 from lockstep.checks.measurement_plots import destination
-from lockstep.checks.preflight import check_storage, find_initial_weights
+from lockstep.checks.start_checks import check_storage, find_initial_weights
 from lockstep.checks.tracking_store import store_answers
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec

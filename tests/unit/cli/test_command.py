@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checks.preflight import check_storage
+from lockstep.checks.start_checks import check_storage
 from lockstep.cli.main import _result_text
 from lockstep.driver.result import Result
 from lockstep.driver.resume_hint import resume_command

@@ -29,9 +29,9 @@ from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.driver import SweepResult
+from lockstep.sweeps.sweep_progress import SweepTable
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.trial_standings import Standing, best_of, tally
-from lockstep.sweeps.trial_table import SweepTable
 from tests.empty_store import put_empty_store
 from tests.raised import raises
 from tests.unit.record.conftest import THIRD_PARTY

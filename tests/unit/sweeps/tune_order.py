@@ -15,7 +15,7 @@ from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.decisions import Decisions
 from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
 from lockstep.sweeps.search import Search
-from lockstep.sweeps.trial_table import SweepTable
+from lockstep.sweeps.sweep_progress import SweepTable
 
 
 class NoRecorders:

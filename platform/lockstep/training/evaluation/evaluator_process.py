@@ -40,7 +40,7 @@ class Evaluator:
     def __init__(self, run: Run, tell: Tell) -> None:
         self._run, self._tell = run, tell
         # As the resume check's: before the first step.
-        run.check_due.began_in = self._context = run.check_due.began_in or ProcessContext.here()
+        run.check_schedule.began_in = self._context = run.check_schedule.began_in or ProcessContext.here()
         self._process: SpareInterpreter | None = None
         self._trainer_end: Connection | None = None
         self._weights: IO[bytes] | None = None

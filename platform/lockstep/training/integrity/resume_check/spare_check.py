@@ -23,16 +23,13 @@ from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.resume_check.due import Due
+from lockstep.training.integrity.resume_check.check_schedule import CheckSchedule
 from lockstep.training.integrity.resume_check.evidence import Evidence, cause_of, held_values
 from lockstep.training.integrity.resume_check.launch import Spare, Start, start_spare
 from lockstep.training.integrity.resume_check.request import NotTried, Refused, Request, Taken
 from lockstep.training.integrity.resume_check.spare_memory import lacking_memory
 from lockstep.training.run import Run
 from lockstep.training.spare_process import ProcessContext
-
-SHARE = 300
-"""A check is due once so many times the processor time of the last one have passed: 0.33 % of the run at most."""
 
 LOOK_S = 0.2
 """How often it is looked whether the process has ended."""
@@ -44,9 +41,6 @@ ADVICE = (
     "return it from job.state_dict() and restore it in job.load_state_dict(), or keep it in a buffer of the model or in the optimizer's state; then "
     "begin anew, or go on from the newest checkpoint with --fork"
 )
-
-SOONER = 30
-"""How many times sooner another check is due while a difference waits to be confirmed."""
 
 
 def is_checked(spec: Spec) -> bool:
@@ -83,11 +77,11 @@ class SpareCheck:
     def __init__(self, run: Run, tell: Tell, checkpoints: Checkpoints, *, start: Start | None = None) -> None:
         self._run, self._tell, self._checkpoints = run, tell, checkpoints
         self._start = start or start_spare
-        self._due: Due = run.check_due
-        self._context = self._due.began_in = self._due.began_in or ProcessContext.here()
+        self._schedule: CheckSchedule = run.check_schedule
+        self._context = self._schedule.began_in = self._schedule.began_in or ProcessContext.here()
         self._on = run.group.rank == 0 and checkpoints.origin is not None and is_checked(run.spec)
-        if self._on and self._due.at is None:
-            self._due.at = time.monotonic() + (run.spec.checkpoint.verify_after_s or 0.0)
+        if self._on and self._schedule.at is None:
+            self._schedule.at = time.monotonic() + (run.spec.checkpoint.verify_after_s or 0.0)
         self._trial: Trial | None = None
         self._look_at = 0.0
         self._doubt = ""
@@ -97,13 +91,13 @@ class SpareCheck:
 
     def saved(self) -> None:
         """Called when a save of the current state has begun, on all ranks. Takes it for a trial, if one is due."""
-        if not self._on or self._due.off or self.refused:
+        if not self._on or self._schedule.off or self.refused:
             return
         trial, counters = self._trial, self._run.state.counters
         if trial is not None and (trial.process is not None or self._is_published(trial)):
             return
         now, last = time.monotonic(), counters.step >= self._run.plan.total_steps
-        if last or self._due.at is None or now < self._due.at:
+        if last or self._schedule.at is None or now < self._schedule.at:
             return
         self._run.step.digests.note_all_in(counters.step + 1)
         values = held_values(self._run)
@@ -130,7 +124,7 @@ class SpareCheck:
             self._hear(trial, now)
         elif now - trial.began > LIMIT_S:
             trial.process.end()
-            self._due.at = now + SHARE * (now - trial.began)
+            self._schedule.wait(now - trial.began)
             self._came_to_nothing(trial, f"had not answered after {LIMIT_S:.0f} s")
 
     def agree(self) -> None:
@@ -160,7 +154,7 @@ class SpareCheck:
     def _leave_out(self, why: str) -> None:
         """Make no more checks, and tell why, once."""
         self._tell(Warned(f"resume check: no checkpoint is tried while this run trains: {why}"))
-        self._due.off, self._trial = True, None
+        self._schedule.off, self._trial = True, None
 
     def _hear(self, trial: Trial, now: float) -> None:
         assert trial.process is not None
@@ -169,7 +163,7 @@ class SpareCheck:
         trial.process.end()
         trial.process = None
         spent = now - trial.began if isinstance(answer, str) else answer.cpu_s
-        self._due.at = now + SHARE * (spent + trial.cost_s) / (SOONER if self._doubt else 1)
+        self._schedule.wait(spent + trial.cost_s, sooner=bool(self._doubt))
         match answer:
             case str():
                 self._came_to_nothing(trial, answer)
@@ -215,8 +209,8 @@ class SpareCheck:
     def _came_to_nothing(self, trial: Trial, why: str) -> None:
         """The run goes on, and its owner is told once."""
         self._trial = None
-        if not self._due.told:
-            self._due.told = True
+        if not self._schedule.told:
+            self._schedule.told = True
             self._tell(
                 Warned(
                     f"resume check: the process that was to take up the checkpoint of step {trial.step} {why}; training goes on, and a later "

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checks import health
-from lockstep.checks.health import Link, Vitals, findings, judged, measure, measure_link
+from lockstep.checks import machine_health
+from lockstep.checks.machine_health import Link, Vitals, findings, judged, measure, measure_link
 from tests.forked import forking
 from tests.ports import free_port
 
@@ -88,7 +88,7 @@ def test_bits_that_change_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return real(a, b)
 
     monkeypatch.setattr(torch, "equal", equal)
-    monkeypatch.setitem(health.SIZE, "cpu", 32)
+    monkeypatch.setitem(machine_health.SIZE, "cpu", 32)
     vitals = measure(tmp_path, seconds=0.1)
     assert len(vitals.digests["cpu"]) == 2
     assert judged({"here": vitals})[0].unwell[0] == "cpu computes one matrix product in 2 ways"

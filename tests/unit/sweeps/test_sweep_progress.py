@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.driver.progress import Silent
 from lockstep.driver.signals import StopSignal
 from lockstep.sweeps.decisions import Decisions
-from lockstep.sweeps.trial_table import SweepTable
+from lockstep.sweeps.sweep_progress import SweepTable
 from tests.unit.sweeps.tune_order import NoRecorders, Tuned, sweep_of
 
 
