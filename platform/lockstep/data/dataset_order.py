@@ -20,10 +20,10 @@ from lockstep.randomness import epoch_order_key, seed_all
 Guard = Callable[[str], AbstractContextManager[None]]
 """Makes what the job's own code raises in a block an error that names the given place."""
 
-Apart = Callable[[Callable[[], list[Ids]]], list[Ids] | None]
+InAnotherProcess = Callable[[Callable[[], list[Ids]]], list[Ids] | None]
 """Calls a function in a process of its own, so that nothing of it stays here; None where no process can."""
 
-AGAIN_S = 0.5
+ASKED_AGAIN_WITHIN_S = 0.5
 """How long the first order may take for a second epoch to be looked at as well."""
 
 PROBED = 1 << 12
@@ -73,11 +73,11 @@ def check_own_order(
     shuffle: Shuffle,
     samples: int,
     guard: Guard,
-    apart: Apart | None = None,
+    elsewhere: InAnotherProcess | None = None,
 ) -> None:
     """Refuse an order that is another one when it is asked for again. Raises JobError.
 
-    The orders of epochs 0 and 1 are asked for in turn, twice; of epoch 0 alone where one takes long. In a process `apart` that of epoch 1 is asked for
+    The orders of epochs 0 and 1 are asked for in turn, twice; of epoch 0 alone where one takes long. Where `elsewhere` calls in another process, that of epoch 1 is asked for
     first, as by a run that is resumed there.
     """
 
@@ -87,11 +87,11 @@ def check_own_order(
     def resumed() -> list[Ids]:
         return probed(asked(1), samples)
 
-    alone = apart(resumed) if apart is not None and epochs > 1 else None
+    alone = elsewhere(resumed) if elsewhere is not None and epochs > 1 else None
     began = time.perf_counter()
     orders = [asked(0)]
     probes = [probed(orders[0], samples)]
-    if epochs > 1 and time.perf_counter() - began < AGAIN_S:
+    if epochs > 1 and time.perf_counter() - began < ASKED_AGAIN_WITHIN_S:
         orders.append(asked(1))
         probes.append(probed(orders[1], samples))
     for epoch, order in enumerate(orders):

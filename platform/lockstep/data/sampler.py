@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 from lockstep.data import problems
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
 from lockstep.data.dataset_order import (
-    AGAIN_S,
-    Apart,
+    ASKED_AGAIN_WITHIN_S,
+    InAnotherProcess,
     Guard,
     agree,
     check_own_order,
@@ -162,7 +162,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             if position.epoch != epoch or order is None:
                 epoch, began = position.epoch, time.perf_counter()
                 order = self._order(epoch)
-                self._slow = time.perf_counter() - began > AGAIN_S
+                self._slow = time.perf_counter() - began > ASKED_AGAIN_WITHIN_S
                 if self.may_change:
                     self._given[epoch] = probed(order, self.plan.samples)
             for m in self._computed(position):
@@ -228,8 +228,8 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         """Whether the dataset has an order of its own, which is code of the job: a mixture's is drawn here."""
         return orders_itself(self.dataset) and not isinstance(self.dataset, Mixture)
 
-    def check_order(self, apart: Apart | None = None) -> None:
-        """Refuse an order of the dataset's own that is another one when it is asked for again; `apart`, in another process. Raises JobError."""
+    def check_order(self, elsewhere: InAnotherProcess | None = None) -> None:
+        """Refuse an order of the dataset's own that is another one when it is asked for again; `elsewhere` calls in another process. Raises JobError."""
         if orders_itself(self.dataset):
             check_own_order(
                 self.dataset,
@@ -238,7 +238,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
                 self.order,
                 self.plan.samples,
                 self.guard,
-                apart if self.may_change else None,
+                elsewhere if self.may_change else None,
             )
 
     def check_unchanged(self, key: MicroBatch, *, due: bool = False) -> None:

@@ -64,7 +64,7 @@ from lockstep.training.worker_environment import return_freed_memory
 
 T = TypeVar("T")
 
-APART_S = 10.0
+ORDER_LIMIT_S = 10.0
 """How long an order of the dataset's own may take in a process of its own, where nothing else waits for it."""
 
 
@@ -194,7 +194,7 @@ def build(spec: Spec, job: Job, group: Group, data: JobData, warn: Warn, *, repl
             "sharding.offload: one worker shares nothing out, and has everything on its device; take two workers or more, or leave it out"
         )
     plan = replace(make_plan(spec, job, train_data), in_passes=is_sharded)
-    make_sampler(spec, plan, train_data).check_order(partial(_apart, job, group))
+    make_sampler(spec, plan, train_data).check_order(partial(_in_another_process, job, group))
     made = make_deferred(spec, job, group) if is_sharded else ""
     deferred = made if isinstance(made, DeferredModel) else None
     model = deferred.model if deferred is not None else make_model(spec, job, group.device, group)
@@ -359,12 +359,12 @@ def make_stepper(spec: Spec, group: Group, plan: Plan, rehearsed: Rehearsed, beg
     return step
 
 
-def _apart(job: Job, group: Group, function: Callable[[], T]) -> T | None:
+def _in_another_process(job: Job, group: Group, function: Callable[[], T]) -> T | None:
     """The value of `function()` in a process of its own; None where there can be none, or it takes long."""
     if not can_fork(group.device):
         return None
     try:
-        return in_child(function, job, forked=group.let_go, limit_s=APART_S)
+        return in_child(function, job, forked=group.let_go, limit_s=ORDER_LIMIT_S)
     except NoChildError:
         return None
 

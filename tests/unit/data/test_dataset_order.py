@@ -211,7 +211,7 @@ def test_an_epoch_that_the_run_does_not_reach_is_not_asked_for() -> None:
 
 
 def test_an_order_that_takes_long_is_asked_for_twice_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_order, "AGAIN_S", 0.0)
+    monkeypatch.setattr(dataset_order, "ASKED_AGAIN_WITHIN_S", 0.0)
     asked = list[int]()
     sampler(Ordered(lambda epoch: (asked.append(epoch), keyed(epoch))[1])).check_order()
     assert asked == [0, 0]
