@@ -19,8 +19,8 @@ from lockstep.data import problems
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
 from lockstep.data.dataset_order import (
     ASKED_AGAIN_WITHIN_S,
-    InAnotherProcess,
     Guard,
+    InAnotherProcess,
     agree,
     check_own_order,
     own_order,
