@@ -43,6 +43,7 @@ from lockstep.training.problems import HELD_OUTSIDE
 from lockstep.training.read_relay import PIECE
 from lockstep.training.state import TrainState
 from lockstep.training.step import problems
+from lockstep.training.step.fsdp_calls import FSDPCalls
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sample_rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
@@ -1205,6 +1206,111 @@ def test_graphs_that_a_forward_leaves_behind(pool: Pool, kind: type[Kind], rehea
     (wanted,) = train_every([document])
     for (found,) in pool.run(2, train_every, [full(document)]):
         assert found[:-1] == wanted[:-1]
+
+
+WIDTH = 16
+"""Of what blocks attend to: gradients of few elements may be the same in any brackets."""
+
+
+class Attending(nn.Module):
+    """A block that uses its context twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return x + torch.sigmoid(self.key(context)) * torch.tanh(self.value(context))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Decoder(nn.Module):
+    """All blocks attend to one context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.context = nn.Linear(FEATURES, WIDTH), nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(Attending() for _ in range(3))
+        self.head = nn.Linear(WIDTH, kinds_of_jobs.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context, x = torch.tanh(self.context(x)), self.into(x)
+        for block in self.blocks:
+            x = block(x, context=context)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Supervised(nn.Module):
+    """What each block returns is also an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(FEATURES, FEATURES)
+        self.blocks = nn.ModuleList(Normed() for _ in range(3))
+        self.head = nn.Linear(FEATURES, kinds_of_jobs.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.into(x)]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return torch.stack([self.head(state) for state in states]).sum(0)
+
+
+class AttendsToOneContext(Kind):
+    def model(self) -> nn.Module:
+        return Decoder()
+
+
+class ShowsAllStates(Kind):
+    def model(self) -> nn.Module:
+        return Supervised()
+
+
+class PenalisesThroughNorms(kinds_of_jobs.GradientPenalty):
+    """Its gradient is differentiated again, when its weights are not gathered any more."""
+
+    def model(self) -> nn.Module:
+        return Supervised()
+
+
+class PenalisesASequence(kinds_of_jobs.GradientPenalty):
+    """Its first unit is given the samples themselves."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Normed(), Normed(), nn.Linear(FEATURES, kinds_of_jobs.CLASSES))
+
+
+@pytest.mark.parametrize("rehearsal", ["quick", "off"])
+@pytest.mark.parametrize(
+    "kind", [AttendsToOneContext, ShowsAllStates, PenalisesThroughNorms, PenalisesASequence]
+)
+def test_an_input_of_a_unit_that_is_used_elsewhere_too(pool: Pool, kind: type[Kind], rehearsal: str) -> None:
+    """Its gradient is the sum of all uses, one after the other."""
+    document = kinds_of_jobs.document(kind, rehearsal=rehearsal)
+    (wanted,) = train_every([document])
+    for (got,) in pool.run(2, train_every, [full(document)]):
+        assert got[:-1] == wanted[:-1]
+
+
+def train_through_functions_of_fsdp(document: Document) -> list[tuple[Any, ...]]:
+    """FSDP sums what a unit gives for an input before it adds what others give."""
+    with mock.patch.object(FSDPCalls, "_take_inputs_past", lambda calls: None):
+        return train_every([document])
+
+
+@pytest.mark.parametrize("kind", [AttendsToOneContext, ShowsAllStates])
+def test_an_input_that_goes_through_a_function_gives_other_bits(pool: Pool, kind: type[Kind]) -> None:
+    document = kinds_of_jobs.document(kind, rehearsal="off")
+    (control,) = pool.run(2, train_through_functions_of_fsdp, full(document))[0]
+    assert control[1] != train_every([document])[0][1]
 
 
 class Shifted(nn.Linear):

@@ -7,13 +7,14 @@ than with a whole model. FSDP itself finds its state by the module, so the class
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from lockstep.training.step import problems
 
@@ -29,30 +30,59 @@ class FSDPCalls(FSDPModule):
         self.module = module
         self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
         restore_class(module)
-        self._strides: list[tuple[int, ...]] = []
-        self._keep_strides()
+        self._inputs: tuple[Any, Any] = (), {}
+        self._of_leaves: list[Any] = []
+        """Hooks of the newest inputs that no module has made, which last as long as these do."""
+        self._take_inputs_past()
         # An instance may refuse to be copied as torch's class does: a copy would share the hooks, and the shards.
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
 
-    def _keep_strides(self) -> None:
-        """Have the module's forward get its inputs as they were given. FSDP passes those that learn through a function that returns them, of which torch makes views.
+    def _take_inputs_past(self) -> None:
+        """Have the module's forward get its inputs as they were given, and the module let go after its backward all the same.
 
-        A view has the stride of new memory in a dimension of one element, and a convolution chooses its kernel by that.
+        FSDP passes the inputs that learn through a function that returns them, in whose backward it lets go. Where an input is also used elsewhere, as
+        what all blocks of a decoder attend to, that function's backward adds up what the module alone gives for it: a sum in other brackets, with other
+        bits. And torch makes views of what the function returns, whose strides may differ in a dimension of one element.
         """
         module = self.module
         hooks: Any = module._forward_pre_hooks
         of_fsdp = next(iter(hooks))  # it goes before those of the job
-        module.register_forward_pre_hook(self._restore_strides, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(self._return_inputs, prepend=True, with_kwargs=True)
         hooks.move_to_end(of_fsdp, last=False)
-        module.register_forward_pre_hook(self._note_strides, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(self._keep_inputs, prepend=True, with_kwargs=True)
 
-    def _note_strides(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._strides = [t.stride() for t in tree_leaves((args, kwargs)) if _learns(t)]
+    def _keep_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._inputs = args, kwargs
+        return (), {}
 
-    def _restore_strides(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        given, self._strides = iter(self._strides), []
-        return tree_unflatten([_kept(t, next(given)) if _learns(t) else t for t in leaves], structure)
+    def _return_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        (args, kwargs), self._inputs = self._inputs, ((), {})
+        for handle in self._of_leaves:
+            handle.remove()
+        self._of_leaves = []
+        if (
+            torch.is_grad_enabled() and self._state._training_state.name != _IN_BACKWARD
+        ):  # not a recomputation
+            learning = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+            for node in {tensor.grad_fn for tensor in learning if tensor.grad_fn is not None}:
+                # Backward takes the nodes from the newest to the oldest: before the newest that made an input, all that the module made are done.
+                node.register_prehook(self._end_backward)
+            leaves: list[Any] = [tensor for tensor in learning if tensor.is_leaf]
+            self._of_leaves = [leaf.register_hook(self._gather_for_another) for leaf in leaves]
+        return args, kwargs
+
+    def _end_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Let go of the module's parameters, and sum their gradients. Of the modules that get no input that learns, FSDP does so at the end of backward."""
+        for gradient in gradients:
+            self._gather_for_another(gradient)
+        for group in self._state._fsdp_param_groups:
+            if group._training_state.name == _IN_BACKWARD:
+                group.post_backward()
+
+    def _gather_for_another(self, gradient: Tensor | None) -> None:
+        """Have the module gathered again before another backward goes through the one that gives this gradient (`create_graph`): it reads the parameters."""
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.register_hook(self._gather)  # type: ignore[no-untyped-call]
 
     def gather_for_all(self) -> None:
         """Have the module gathered before a backward begins at any tensor that its forward left; FSDP does so for what it returns.
@@ -82,31 +112,17 @@ class FSDPCalls(FSDPModule):
         return self._state
 
 
-def _learns(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.layout == torch.strided
+_IN_BACKWARD = "PRE_BACKWARD"
+"""What FSDP calls the state of a module from the beginning of its backward to the end."""
 
 
-def _kept(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor with these strides, where it has others in dimensions of one element."""
-    sizes = [
-        size
-        for size, step, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
-        if step != wanted
-    ]
-    kept: Any = _Kept.apply  # which has no types
-    return kept(tensor, strides) if sizes and max(sizes) == 1 else tensor
-
-
-class _Kept(torch.autograd.Function):
-    """A tensor with other strides; its gradient is passed on as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-        return tensor.as_strided(tensor.shape, strides)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    """The tensors among a module's inputs, those in dataclasses too."""
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors(list(vars(leaf).values()) if hasattr(leaf, "__dict__") else [])
 
 
 _MANY = 1024
