@@ -17,10 +17,10 @@ from lockstep.proof.summary_checks import file_disagreements
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.journal_end import PROCESS, end_of, lost_end
+from lockstep.record.ledger.journal_end import end_of, lost_end
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
-from lockstep.record.mirror.mlflow import in_mlflow
+from lockstep.record.mirror.mlflow import in_mlflow, stored_values
 from lockstep.record.mirror.stores import find_files, find_history, find_observations, find_run
 from lockstep.record.mirror.sync import refuse_strangers, require_journal, spec_of, sync
 from lockstep.record.problems import RUN_JSON
@@ -34,6 +34,7 @@ from lockstep.record.runs.record_differences import (
     check_ledger,
     check_store,
 )
+from lockstep.record.runs.state_differences import State, projected_state, state_differences
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 
@@ -61,7 +62,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
         differences = _differences(spec, folder, journal, store)
         if repair:
             _refuse_weights(spec, folder, journal, differences)
-        if repair and not isinstance(store, InStore) and _is_off(spec):
+        if repair and _is_off(spec) and (not isinstance(store, InStore) or _keeps_others(differences)):
             write_run(folder, spec.name, journal)
     finally:
         journal.close()
@@ -87,6 +88,11 @@ def _is_off(spec: Spec) -> bool:
     return (spec.record.uri or RECORD_OFF) == RECORD_OFF
 
 
+def _keeps_others(differences: Sequence[RecordDifference]) -> bool:
+    """Whether a run.json has other parameters than it should: a store keeps those that it has."""
+    return any(difference.what.startswith("run.json has another parameter") for difference in differences)
+
+
 def _store(spec: Spec, folder: Path) -> InStore | RecordDifference:
     """What the store has of the run; what is wrong with its run.json where it is recorded in its folder alone."""
     if not _is_off(spec):
@@ -99,7 +105,7 @@ def _store(spec: Spec, folder: Path) -> InStore | RecordDifference:
         if error.code != RUN_JSON.code:
             return RecordDifference("folder", evidence_and_remedy(str(error))[0])
         return RecordDifference("folder", f"run.json in {error.facts['folder']!r} {error.facts['got']}")
-    return InStore(run["status"], {}, {}, run["tags"].get(PROCESS))
+    return InStore(run["status"], {}, {}, State(run["params"], run["tags"]))
 
 
 def _check_end(
@@ -145,7 +151,20 @@ def _differences(
     differences = [*unreadable, *check_ledger(folder, journal), *of_folder, *of_weights]
     if in_store is not None and not _is_off(spec):
         differences += check_store(folder, journal, in_store, scaled=spec.precision == "fp16")
-    return differences
+    return [*differences, *(_of_state(spec, folder, journal, in_store) if in_store is not None else ())]
+
+
+def _of_state(spec: Spec, folder: Path, journal: Journal, store: InStore) -> Iterator[RecordDifference]:
+    """In what the parameters and tags of a store, or of the run.json of a run that is recorded in its folder alone, are not those that its journal projects to."""
+    try:
+        expected = projected_state(spec, folder, journal)
+    except (OSError, ValueError):
+        return  # the spec.yaml, which is told by itself
+    if not _is_off(spec):
+        expected = State(stored_values("params", expected.params), stored_values("tags", expected.tags))
+    where, prefix = ("folder", "run.json ") if _is_off(spec) else ("store", "")
+    for what in state_differences(store.state, expected, journal):
+        yield RecordDifference(where, f"{prefix}{what}")
 
 
 def _of_weights(folder: Path, journal: Journal) -> Iterator[RecordDifference]:

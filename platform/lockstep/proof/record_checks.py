@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError, first_line
 from lockstep.job.identity import DELAY, deciding_sections
-from lockstep.parsing import MOST_BYTES, MOST_YAML_BYTES, json_document, yaml_value
+from lockstep.parsing import MOST_BYTES, json_document
 from lockstep.paths import read_beneath
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.summary_checks import DIGEST_OF, Disagreement
@@ -25,12 +25,12 @@ from lockstep.randomness import seeds
 from lockstep.record.events.union import Delivered, InputsFound, Opened, Recorded, SetAside, Started
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_file import NAME as JOURNAL
-from lockstep.record.mirror.documents import flat
 from lockstep.record.mirror.folder import run_in_folder
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.seal import SEAL, Sealed, broken, sealed_files
 from lockstep.record.mirror.stores import find_files
 from lockstep.record.runs.record_differences import check_folder, check_ledger
+from lockstep.record.runs.state_differences import is_placement, projected_state
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS
 from lockstep.spec.id_ranges import described
 from lockstep.spec.locations import RECORD_OFF
@@ -248,28 +248,20 @@ def _identity(event: Recorded) -> Any:
     return None
 
 
-def _is_placement(name: str) -> bool:
-    """Whether a parameter is a field of the spec on which no bits depend."""
-    section, _, field = name.partition(".")
-    return section in PLACEMENT or PLACEMENT_FIELDS.get(section) == field
-
-
 def _of_store(run: RecordedRun, folder: Path, journal: Journal) -> Iterator[Disagreement]:
     """In what a run.json is not what the run's spec and journal make of it."""
     state = run_in_folder(folder.parent, folder.name)
-    tags = state["tags"]
+    expected, tags = projected_state(run.spec, folder, journal), state["tags"]
+    params = expected.params
+    others = {name for name in state["params"] if not is_placement(name, run.fields)}
+    for name in sorted({*params, *others}):
+        if params.get(name) != state["params"].get(name):
+            yield Disagreement(f"run.json: params.{name}", params.get(name), state["params"].get(name))
+    for name in sorted(expected.tags.keys() - _TOLD_TAGS):
+        if tags.get(name) != expected.tags[name]:
+            yield Disagreement(f"run.json: tags.{name}", expected.tags[name], tags.get(name))
     projection = Projection(run.spec, folder, journal)
     projection.fold(journal.events)
-    spec = yaml_value(read_beneath(folder, "spec.yaml", MOST_YAML_BYTES).decode())
-    params = {**flat(spec), **projection.params}
-    for name in sorted({*params, *state["params"]}):
-        # A resume may have another placement; a store keeps the first one.
-        if not _is_placement(name) and params.get(name) != state["params"].get(name):
-            yield Disagreement(f"run.json: params.{name}", params.get(name), state["params"].get(name))
-    expected = projection.tags(trouble="", figures=[], ended=True)
-    for name in sorted(expected.keys() - _TOLD_TAGS):
-        if tags.get(name) != expected[name]:
-            yield Disagreement(f"run.json: tags.{name}", expected[name], tags.get(name))
     status, ended = projection.end[:2] if projection.end is not None else (None, None)
     if state["status"] != status or ended not in (None, state["ended"]):
         yield Disagreement("run.json: its end", [status, ended], [state["status"], state["ended"]])

@@ -22,6 +22,7 @@ from lockstep.record.ledger.live_rows import RowsSoFar
 from lockstep.record.ledger.tables import read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.record_differences import InStore, check_store
+from lockstep.record.runs.state_differences import State
 from lockstep.spec.fields import Spec
 from tests.raised import raises
 from tests.unit.record.rows import evaluation_row, step_row
@@ -151,7 +152,9 @@ def test_a_run_whose_last_state_is_not_saved_is_not_finished(
     assert json.loads((folder / "summary.json").read_text())["step"] == 2
     assert RowsSoFar(folder).failed == (status == "FAILED")
     journal = Journal(folder, read_only=True)
-    told = [one.what for one in check_store(folder, journal, InStore(status, {}, {}), scaled=False)]
+    told = [
+        one.what for one in check_store(folder, journal, InStore(status, {}, {}, State({}, {})), scaled=False)
+    ]
     journal.close()
     assert not [what for what in told if what.startswith("has status")]
 

@@ -16,11 +16,12 @@ from lockstep.record.events.union import Corrupted, Finished, Mended, Opened
 from lockstep.record.ledger import tables
 from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.journal import Damage, Journal
-from lockstep.record.ledger.journal_end import end_of, lost_end, status_of
+from lockstep.record.ledger.journal_end import PROCESS, end_of, lost_end, status_of
 from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import as_written
 from lockstep.record.mirror.seal import SEAL, sealed_files
+from lockstep.record.runs.state_differences import State
 from lockstep.spec.fields import Spec
 
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
@@ -42,8 +43,12 @@ class InStore(NamedTuple):
     status: str
     points: Mapping[str, Sequence[Point]]
     digests: Mapping[str, str]
-    process: str | None = None
-    """The process that recorded the run last."""
+    state: State
+
+    @property
+    def process(self) -> str | None:
+        """The process that recorded the run last."""
+        return self.state.tags.get(PROCESS)
 
 
 def check_journal(

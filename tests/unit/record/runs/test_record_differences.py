@@ -22,7 +22,7 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import RecordError
 from lockstep.record import problems
 from lockstep.record.events.codec import from_line, to_line
-from lockstep.record.events.union import Event, Failed, Finished, Opened, Restored, Started
+from lockstep.record.events.union import CheckpointRow, Event, Failed, Finished, Opened, Restored, Started
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_end import GONE
@@ -281,6 +281,68 @@ def test_an_end_after_steps_that_are_lost_everywhere_is_not_written_again(spec: 
         sync(folder, again=True)
     assert (folder / "run.json").read_bytes() == before
     assert read_parquet(folder / "ledger.parquet") == ROWS[:19], "the table has more than the journal"
+
+
+STARTED = Started(
+    {"identity": "abc", "fields": {"seed": 1}, "plan": {"steps": 20}, "git": {"commit": "c0ffee"}}
+)
+EDITED = (
+    "lockstep.identity", "lockstep.weights_digest", "lockstep.folder", "lockstep.error", "lockstep.step",
+    "mlflow.source.name", "mlflow.source.git.commit", "lockstep.checkpoint_step",
+)  # fmt: skip
+OWN = {"mlflow.note.content": "my note", "mine": "kept", "team": "vision"}
+
+
+def test_edited_tags_of_a_store_are_told_and_put_back(database: str, spec: Specs) -> None:
+    """Its description, and tags that nobody but a user writes, are the user's."""
+    from mlflow import MlflowClient
+
+    saved = CheckpointRow(STEPS, "s3://a/b", None, 1, 1.0, 1.0, 1.0, 1.0)
+    folder = finished(spec(database), before=[STARTED, saved], weights=True)
+    client = MlflowClient(tracking_uri=database)
+    for name, text in OWN.items():
+        client.set_tag(folder.name, name, text)
+    assert check_record(folder, database, repair=False) == []
+    before = client.get_run(folder.name).data.tags
+    client.delete_tag(folder.name, EDITED[0])
+    for name in EDITED[1:]:
+        client.set_tag(folder.name, name, "edited")
+    told = [(one.where, one.what) for one in check_record(folder, database, repair=False)]
+    wanted = [f"lacks the tag {EDITED[0]}", *(f"has another tag {name}" for name in EDITED[1:])]
+    assert sorted(told) == sorted(("store", what) for what in wanted)
+    assert all(one.mended for one in check_record(folder, database, repair=True))
+    assert check_record(folder, database, repair=False) == []
+    after = client.get_run(folder.name).data.tags
+    assert {name: after[name] for name in EDITED} == {name: before[name] for name in EDITED}
+    assert {name: after[name] for name in ("mine", "team")} == {"mine": "kept", "team": "vision"}
+
+
+def test_parameters_that_a_store_has_lost_are_told_and_sent_again(database: str, spec: Specs) -> None:
+    from sqlalchemy import create_engine, text
+
+    folder = finished(spec(database), before=[STARTED])
+    engine = create_engine(database)
+    with engine.begin() as connection:
+        gone = "DELETE FROM params WHERE run_uuid = :run AND key IN ('plan.steps', 'seed')"
+        assert connection.execute(text(gone), {"run": folder.name}).rowcount == 2
+    engine.dispose()
+    told = [one.what for one in check_record(folder, database, repair=False)]
+    assert told == ["lacks the parameter seed", "lacks the parameter plan.steps"]
+    assert all(one.mended for one in check_record(folder, database, repair=True))
+    assert check_record(folder, database, repair=False) == []
+
+
+def test_an_edited_run_json_is_told_and_put_back(spec: Specs) -> None:
+    folder = finished(spec(), before=[STARTED], weights=True)
+    run = json.loads((folder / "run.json").read_text())
+    run["tags"] |= {"lockstep.identity": "edited", "lockstep.weights_digest": "edited", "mine": "kept"}
+    run["params"] |= {"plan.steps": "7", "mine": "kept"}
+    (folder / "run.json").write_text(json.dumps(run))
+    told = [(one.where, one.what) for one in check_record(folder, "off", repair=False)]
+    names = ("parameter plan.steps", "tag lockstep.identity", "tag lockstep.weights_digest")
+    assert sorted(told) == sorted(("folder", f"run.json has another {name}") for name in names)
+    assert all(one.mended for one in check_record(folder, "off", repair=True))
+    assert check_record(folder, "off", repair=False) == []
 
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json", "fields.json"])

@@ -8,6 +8,7 @@ from lockstep.record.mirror.mlflow.reading import (
     recorded_in_mlflow,
 )
 from lockstep.record.mirror.mlflow.run import MlflowStore
+from lockstep.record.mirror.mlflow.stored_texts import stored_values
 
 __all__ = [
     "MlflowStore",
@@ -16,4 +17,5 @@ __all__ = [
     "finished_in_mlflow",
     "in_mlflow",
     "recorded_in_mlflow",
+    "stored_values",
 ]

@@ -15,7 +15,6 @@ from lockstep.parsing import MOST_BYTES
 from lockstep.paths import beneath, read_beneath, read_bounded, shown
 from lockstep.record import problems
 from lockstep.record.events.metrics import Point
-from lockstep.record.ledger.journal_end import PROCESS
 from lockstep.record.mirror.checkpoint_copies import MANIFEST, SHARED, named_by
 from lockstep.record.mirror.documents import Verdict, note
 from lockstep.record.mirror.mlflow.client import connecting, identified, page_url, translated
@@ -25,6 +24,7 @@ from lockstep.record.mirror.store_uri import database_path
 from lockstep.record.redaction import without_uri_secrets
 from lockstep.record.runs.heartbeat import same_beat, vanished
 from lockstep.record.runs.record_differences import InStore, digest
+from lockstep.record.runs.state_differences import State
 
 _MOST_FINISHED = 10
 """The most runs of one identity that are looked at: there are more if one was planted, or stands in for another."""
@@ -88,7 +88,7 @@ def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path)
 
 
 def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
-    """What an MLflow store has of a run: its status, every point of every metric, and the digests of the named files."""
+    """What an MLflow store has of a run: its status, every point of every metric, its parameters and tags, and the digests of the named files."""
     _require_store(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
         run = _run(client, uri, run_id)
@@ -99,7 +99,8 @@ def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
     with tempfile.TemporaryDirectory() as folder:
         downloaded = files_from_mlflow(uri, run_id, names, Path(folder))
         digests = {name: digest(Path(folder, name)) for name in downloaded}
-    return InStore(run.info.status, points, digests, run.data.tags.get(PROCESS))
+    state = State(dict(run.data.params), dict(run.data.tags))
+    return InStore(run.info.status, points, digests, state)
 
 
 def finished_in_mlflow(uri: str, identity: str) -> Iterator[StoredRun]:

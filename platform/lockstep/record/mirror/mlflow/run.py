@@ -8,7 +8,6 @@ and the parameter names that. The same holds for tags over 8000 characters.
 from __future__ import annotations
 
 import getpass
-import hashlib
 import json
 import os
 import time
@@ -19,26 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.record import problems
-from lockstep.record.events.metrics import Point, store_key
+from lockstep.record.events.metrics import Point
 from lockstep.record.mirror.data_sets import DataSet
 from lockstep.record.mirror.final_model_files import FinalModel
 from lockstep.record.mirror.mlflow.client import connecting, identified, is_database, page_url, translated
 from lockstep.record.mirror.mlflow.models import FINAL, STEP, Models, fill_final, is_checkpoint
+from lockstep.record.mirror.mlflow.stored_texts import Kind, stored_texts
 from lockstep.record.mirror.run_store import Ended, Measured, Sent, Status
 from lockstep.record.runs.heartbeat import process_tags
 
-_LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
+_PER_REQUEST = 100
 _CREATION = "lockstep.creation"
 """A tag with a value unique to each creation, by which a run is found whose creation was not confirmed."""
 _PAGE = 25_000
 """Points of a metric in one request."""
-_NAMES_IN_MLFLOW = {
-    "lockstep.note": "mlflow.note.content",
-    "lockstep.job": "mlflow.source.name",
-    "lockstep.git_commit": "mlflow.source.git.commit",
-    "lockstep.parent": "mlflow.parentRunId",
-}
-"""Tags that MLflow's pages know under another name."""
 
 
 class MlflowStore:
@@ -172,10 +165,7 @@ class MlflowStore:
     def log_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        legal = {
-            store_key(name): self._kept_whole("params", name, text, _LONGEST_PARAM)
-            for name, text in params.items()
-        }
+        legal = self._kept_whole("params", params)
         changed = {
             name: [self._params[name], v] for name, v in legal.items() if self._params.get(name, v) != v
         }
@@ -189,11 +179,7 @@ class MlflowStore:
     def set_tags(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        named = {_NAMES_IN_MLFLOW.get(name, name): text for name, text in tags.items()}
-        legal = {
-            store_key(name): self._kept_whole("tags", name, text, _LONGEST_TAG)
-            for name, text in named.items()
-        }
+        legal = self._kept_whole("tags", tags)
         for batch in _batches(legal):
             with self._translated():
                 entities = [RunTag(name, value) for name, value in batch]
@@ -261,15 +247,14 @@ class MlflowStore:
     def url(self) -> str:
         return page_url(self._uri, self._experiment_id, self._run_id)
 
-    def _kept_whole(self, folder: str, name: str, text: str, longest: int) -> str:
-        """`text` or, if it is too long, the name of the artifact that has it."""
-        if len(text) <= longest:
-            return text
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        file = f"{folder}/{store_key(name).replace('/', '.')}-{digest[:12]}.txt"
-        with self._translated():
-            self._client.log_text(self._run_id, text, file)
-        return f"{len(text)} characters, whole in the artifact {file}, sha256 {digest}"
+    def _kept_whole(self, kind: Kind, texts: Mapping[str, str]) -> dict[str, str]:
+        """These parameters or tags as MLflow has them; those that it would cut are kept whole in artifacts."""
+        stored = stored_texts(kind, texts)
+        for text, _, artifact in stored.values():
+            if artifact:
+                with self._translated():
+                    self._client.log_text(self._run_id, text, artifact)
+        return {name: value for name, (_, value, _) in stored.items()}
 
     def _translated(self, *, again: bool = True) -> AbstractContextManager[None]:
         return translated(self._uri, again=again)
