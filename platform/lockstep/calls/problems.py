@@ -565,12 +565,12 @@ RUN_BROKE = Problem(
 
 # --- the repair of a record --------------------------------------------------------------------------------------
 
-WEIGHTS_DAMAGED = Problem(
-    "record_check.weights_damaged",
+FILE_DAMAGED = Problem(
+    "record_check.file_damaged",
     RecordError,
     "run {run}: {got}; nothing was sent or sealed",
-    "{remedy}, then repair the record again",
-    shown="run …: weights/… has …, where the journal has …; nothing was sent or sealed; …",
-    cause="`lockstep record check --repair` of a run whose weights were lost, damaged or changed in its folder: its store would get them, and its seal would cover them",
-    advice="the copy that the message names, put in the place of the file",
+    "{remedy}, then give the command again",
+    shown="run …: weights/… has …, where the journal has …; nothing was sent or sealed; …`, `run …: … has …, where the seal has …; …",
+    cause="`lockstep record check --repair`, or `record sync`, of a run whose weights, or other files that its journal does not have, were lost, damaged or changed in its folder: its store would get them, and its seal would cover them",
+    advice="the copy that the message names, put in the place of the file; without one, a deleted `seal.json` accepts files that are no weights as they are",
 )

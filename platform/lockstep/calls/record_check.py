@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.calls import problems as calls_problems
+from lockstep.calls.lost_files import of_weights, refuse_lost
 from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.reader import load_newest, shared_files
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
-from lockstep.errors import LockstepError, NoSuchRunError, RecordError, StorageError, evidence_and_remedy
-from lockstep.proof.summary_checks import file_disagreements
+from lockstep.errors import NoSuchRunError, RecordError, StorageError, evidence_and_remedy
 from lockstep.record.events.union import Finished
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
-from lockstep.record.ledger.journal_end import end_of, lost_end
+from lockstep.record.ledger.journal_end import lost_end
+from lockstep.record.ledger.journal_file import NAME as JOURNAL
 from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow, stored_values
-from lockstep.record.mirror.stores import find_files, find_history, find_observations, find_run
+from lockstep.record.mirror.stores import find_history, find_observations, find_run
 from lockstep.record.mirror.sync import refuse_strangers, require_journal, spec_of, sync
 from lockstep.record.problems import RUN_JSON
-from lockstep.record.redaction import without_uri_secrets
 from lockstep.record.runs.record_differences import (
     COPIED,
     InStore,
@@ -32,6 +30,7 @@ from lockstep.record.runs.record_differences import (
     check_folder,
     check_journal,
     check_ledger,
+    check_seal,
     check_store,
 )
 from lockstep.record.runs.state_differences import State, projected_state, state_differences
@@ -43,7 +42,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
     """What is not as it should be of the run in `folder`, and with `repair` what of it is mended now.
 
     SpecError where the folder has no journal, and with `repair` where the run was continued in another folder. RecordError where another process records the run or the store does not answer,
-    and with `repair` where the files of weights are not those that the run ended with.
+    and with `repair` where files are lost or changed of which nothing in the folder has the right content.
     """
     require_journal(folder)
     spec = spec_of(folder, uri)
@@ -59,9 +58,9 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
             problems += _check_end(spec, folder, journal, store, repair=repair)
             if lost_end(journal.events, store.status, store.process):
                 return problems  # the tables and the store have more than the journal
-        differences = _differences(spec, folder, journal, store)
+        differences = _differences(spec, folder, journal, store, is_whole=not problems)
         if repair:
-            _refuse_weights(spec, folder, journal, differences)
+            refuse_lost(spec, folder, journal, differences)
         if repair and _is_off(spec) and (not isinstance(store, InStore) or _keeps_others(differences)):
             write_run(folder, spec.name, journal)
     finally:
@@ -74,7 +73,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
         problems.append(RecordDifference("store", str(error)))
     journal = Journal(folder, read_only=True)
     try:
-        remaining = _differences(spec, folder, journal, _store(spec, folder))
+        remaining = _differences(spec, folder, journal, _store(spec, folder), is_whole=True)
     finally:
         journal.close()
     return [
@@ -137,21 +136,29 @@ def _add_end(uri: str, folder: Path, journal: Journal, store: InStore) -> None:
 
 
 def _differences(
-    spec: Spec, folder: Path, journal: Journal, store: InStore | RecordDifference
+    spec: Spec, folder: Path, journal: Journal, store: InStore | RecordDifference, *, is_whole: bool
 ) -> list[RecordDifference]:
-    """How the tables, the files and the store differ from the journal."""
+    """How the tables, the files and the store differ from the journal, and the files from their seal; a journal that is not `is_whole` is told by itself."""
     complete = not journal.missing_steps()
     unreadable = [] if isinstance(store, InStore) else [store]
     if not complete:
         return unreadable
     in_store = store if isinstance(store, InStore) else None
     of_folder = list(check_folder(folder, journal, in_store if _is_off(spec) else None, spec))
-    told = {difference.what.partition(" ")[0] for difference in of_folder}
-    of_weights = [wrong for wrong in _of_weights(folder, journal) if wrong.what.partition(" ")[0] not in told]
-    differences = [*unreadable, *check_ledger(folder, journal), *of_folder, *of_weights]
+    told = {*_names(of_folder), *(() if is_whole else (JOURNAL,))}
+    for check in (of_weights(folder, journal), check_seal(folder, spec, journal)):
+        more = [difference for difference in check if not told & _names([difference])]
+        of_folder += more
+        told |= _names(more)
+    differences = [*unreadable, *check_ledger(folder, journal), *of_folder]
     if in_store is not None and not _is_off(spec):
         differences += check_store(folder, journal, in_store, scaled=spec.precision == "fp16")
     return [*differences, *(_of_state(spec, folder, journal, in_store) if in_store is not None else ())]
+
+
+def _names(differences: Sequence[RecordDifference]) -> set[str]:
+    """The files that differences are of."""
+    return {difference.what.partition(" ")[0] for difference in differences}
 
 
 def _of_state(spec: Spec, folder: Path, journal: Journal, store: InStore) -> Iterator[RecordDifference]:
@@ -165,42 +172,6 @@ def _of_state(spec: Spec, folder: Path, journal: Journal, store: InStore) -> Ite
     where, prefix = ("folder", "run.json ") if _is_off(spec) else ("store", "")
     for what in state_differences(store.state, expected, journal):
         yield RecordDifference(where, f"{prefix}{what}")
-
-
-def _of_weights(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
-    """In what the files of weights that are there are not those that the run ended with, by the digests of its journal."""
-    end = end_of(journal.events)
-    if not isinstance(end, Finished):
-        return
-    last = journal.step(journal.last_step) if journal.last_step else None
-    for name, stated, found in file_disagreements(end.summary, folder, last):
-        yield RecordDifference("folder", f"{name} has {found}, where the journal has {stated}")
-
-
-def _refuse_weights(
-    spec: Spec, folder: Path, journal: Journal, differences: Sequence[RecordDifference]
-) -> None:
-    """RecordError where a file of weights is not that of the run: a repair would send it in the place of a good one, and seal it."""
-    wrong = next((d.what for d in differences if d.where == "folder" and d.what.startswith("weights/")), None)
-    if wrong is not None:
-        name = wrong.partition(" ")[0]
-        raise calls_problems.WEIGHTS_DAMAGED(
-            run=folder.name, got=wrong, remedy=_good_copy(spec, folder, journal, name)
-        )
-
-
-def _good_copy(spec: Spec, folder: Path, journal: Journal, name: str) -> str:
-    """Where a copy of a file of weights is that has the digests of the journal, and what to do with it."""
-    place = f"in the place of {str(folder / name)!r}"
-    if not _is_off(spec):
-        uri = spec.record.uri or ""
-        with tempfile.TemporaryDirectory() as download, suppress(LockstepError, OSError):
-            find_files(uri, folder.name, ("weights",), Path(download, "nowhere"), Path(download))
-            others = {wrong.what.partition(" ")[0] for wrong in _of_weights(Path(download), journal)}
-            if Path(download, name).is_file() and name not in others:
-                where = repr(without_uri_secrets(uri))
-                return f"the good copy is the artifact {name!r} of this run in {where}: put it {place}"
-    return f"no good copy is known: put one from a backup {place}"
 
 
 def _history(spec: Spec, run_id: str, differences: list[RecordDifference]) -> Rows | None:

@@ -257,9 +257,9 @@ def sync(
 ) -> None:
     """Send a store what a run could not send before its process ended."""
     with answered(json_, verbose) as answer:
-        from lockstep.record.mirror.sync import sync as sync_run
+        from lockstep.calls.lost_files import sync_whole
 
-        done = sync_run(_folder(run, uri, storage), uri)
+        done = sync_whole(_folder(run, uri, storage), uri)
         text = f"run {done.run_id}: " + (
             f"everything is recorded, up to step {done.step}" if done.sent else "nothing was left to send"
         )

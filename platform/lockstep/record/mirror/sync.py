@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
@@ -37,10 +38,21 @@ class Synced(NamedTuple):
     url: str
 
 
-def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, again: bool = False) -> Synced:
+def refuse_nothing(spec: Spec, journal: Journal) -> None:
+    """The `refuse` of callers that have compared the folder themselves."""
+
+
+def sync(
+    folder: Path,
+    uri: str | None = None,
+    timeout_s: float = 600.0,
+    *,
+    again: bool = False,
+    refuse: Callable[[Spec, Journal], None] = refuse_nothing,
+) -> Synced:
     """Bring the store up to date with the run's folder, and give the run its final status.
 
-    What the store has confirmed is not sent, unless `again` is set. SpecError where the run was continued in another folder, or
+    What the store has confirmed is not sent, unless `again` is set; `refuse` raises where what is there must not be sent. SpecError where the run was continued in another folder, or
     its store knows an end that the journal has lost.
     RecordError where another process records the run, or the store does not answer.
     """
@@ -52,6 +64,7 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, agai
         spec = spec_of(folder, uri)
         refuse_strangers(folder, journal, spec)
         _refuse_lost_end(folder, journal, _stored(folder, spec))
+        refuse(spec, journal)
     recorder = Recorder(spec, run_id=folder.name, replay=True)
     recorder.start()
     recorder.close(timeout_s)

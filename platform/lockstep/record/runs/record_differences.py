@@ -19,13 +19,15 @@ from lockstep.record.ledger.journal import Damage, Journal
 from lockstep.record.ledger.journal_end import PROCESS, end_of, lost_end, status_of
 from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.mirror.projection import Projection
-from lockstep.record.mirror.run_files import as_written
-from lockstep.record.mirror.seal import SEAL, sealed_files
+from lockstep.record.mirror.run_files import Content, as_written
+from lockstep.record.mirror.seal import SEAL, broken, sealed_files
+from lockstep.record.plots import run_plots
 from lockstep.record.runs.state_differences import State
 from lockstep.spec.fields import Spec
 
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
 """Files of the run's folder that its store has too."""
+_TABLES = ("ledger.parquet", "evaluations.parquet", tables.OBSERVATIONS)
 _LARGEST = 1.7976931348623157e308
 
 
@@ -35,6 +37,8 @@ class RecordDifference(NamedTuple):
     where: str
     what: str
     mended: bool = False
+    lost: bool = False
+    """Whether nothing in the folder has the right content: a repair would send what is there, and seal it."""
 
 
 class InStore(NamedTuple):
@@ -173,21 +177,41 @@ def check_folder(
     folder: Path, journal: Journal, store: InStore | None, spec: Spec
 ) -> Iterator[RecordDifference]:
     """Compare the files of a run's folder with what its log says, and with the status in `store`, the run.json of one that is recorded in its folder alone."""
-    projection = Projection(spec, folder, journal)
-    projection.fold(journal.events)
-    # An end that is no whole one for damage of the journal alone is reported as that.
-    final = projection.end.documents if projection.end and projection.lack is None else {}
-    for name, content in {**projection.documents, **final}.items():
+    for name, content in _documents(spec, folder, journal).items():
         if difference := _other_document(folder, name, as_written(content)):
             yield RecordDifference("folder", f"{name} {difference}")
     end = end_of(journal.events)
     for path in end.files if isinstance(end, Finished) else ():
         if path.suffix == ".safetensors" and (difference := _damaged(path)):
-            yield RecordDifference("folder", f"{path.parent.name}/{path.name} {difference}")
+            yield RecordDifference("folder", f"{path.parent.name}/{path.name} {difference}", lost=True)
     if isinstance(end, Finished) and end.status == "FINISHED" and (difference := _no_seal(folder)):
         yield RecordDifference("folder", f"{SEAL} {difference}")
     if store is not None and _ended(journal):
         yield from _status("folder", store.status, store.process, journal)
+
+
+def check_seal(folder: Path, spec: Spec, journal: Journal) -> Iterator[RecordDifference]:
+    """Compare the files of a run's folder with its seal, if it has one: those that nothing else is compared with."""
+    try:
+        sealed = sealed_files(folder)
+    except (OSError, ValueError):
+        return  # which is told by itself
+    compared = {*_documents(spec, folder, journal), *_TABLES}
+    for name, stated, found in broken(folder, sealed):
+        if name not in compared:
+            how = "was not sealed" if stated is None else f"has {found}, where the seal has {stated}"
+            how = "is missing" if found is None else how
+            drawn_again = name.startswith(f"{run_plots.FOLDER}/")
+            yield RecordDifference("folder", f"{name} {how}", lost=stated is not None and not drawn_again)
+
+
+def _documents(spec: Spec, folder: Path, journal: Journal) -> dict[str, Content]:
+    """The documents that a run's folder should have by its journal."""
+    projection = Projection(spec, folder, journal)
+    projection.fold(journal.events)
+    # An end that is no whole one for damage of the journal alone is reported as that.
+    final = projection.end.documents if projection.end and projection.lack is None else {}
+    return {**projection.documents, **final}
 
 
 def _status(where: str, status: str, process: str | None, journal: Journal) -> Iterator[RecordDifference]:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.calls.problems import WEIGHTS_DAMAGED
+from lockstep.calls.lost_files import sync_whole
+from lockstep.calls.problems import FILE_DAMAGED
 from lockstep.calls.record_check import check_record
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.runs.run_folder import Attempt, RunFolder
@@ -22,7 +23,17 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import RecordError
 from lockstep.record import problems
 from lockstep.record.events.codec import from_line, to_line
-from lockstep.record.events.union import CheckpointRow, Event, Failed, Finished, Opened, Restored, Started
+from lockstep.record.events.union import (
+    CheckpointRow,
+    Event,
+    Failed,
+    Finished,
+    Opened,
+    Printed,
+    Restored,
+    Started,
+    Warned,
+)
 from lockstep.record.ledger.history import History
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.journal_end import GONE
@@ -379,10 +390,10 @@ def test_weights_that_are_not_there_and_a_wrong_status_are_told(spec: Specs) -> 
     told = [one.what for one in check_record(folder, "off", repair=False)]
     assert told[0].startswith("weights/final.safetensors cannot be read")
     assert told[1:] == ["has status FAILED, wanted FINISHED"]
-    with raises(WEIGHTS_DAMAGED):
+    with raises(FILE_DAMAGED):
         check_record(folder, "off", repair=True)
     (folder / "weights" / "final.safetensors").unlink()
-    with raises(WEIGHTS_DAMAGED, got="weights/final.safetensors is missing"):
+    with raises(FILE_DAMAGED, got="weights/final.safetensors is missing"):
         check_record(folder, "off", repair=True)
     save_weights(folder, {"final": WEIGHTS})
     assert [one.mended for one in check_record(folder, "off", repair=True)] == [True]
@@ -393,9 +404,7 @@ def test_damaged_weights_are_not_sent_in_the_place_of_good_ones(database: str, s
     folder = finished(spec(database), weights=True)
     seal, name = (folder / "seal.json").read_bytes(), "weights/final.safetensors"
     save_weights(folder, {"final": {"w": torch.zeros(1)}})
-    with raises(
-        WEIGHTS_DAMAGED, remedy=re.compile(f"^the good copy is the artifact {name!r} of this run in ")
-    ):
+    with raises(FILE_DAMAGED, remedy=re.compile(f"^the good copy is the artifact {name!r} of this run in ")):
         check_record(folder, database, repair=True)
     assert (folder / "seal.json").read_bytes() == seal
     stored = folder.parent / "stored"
@@ -403,6 +412,49 @@ def test_damaged_weights_are_not_sent_in_the_place_of_good_ones(database: str, s
     find_files(database, folder.name, ("weights",), folder.parent / "nowhere", stored)
     shutil.copy(stored / name, folder / name)
     assert check_record(folder, database, repair=True) == []
+
+
+@pytest.mark.parametrize("content", [None, {"w": torch.zeros(1)}])
+def test_a_sync_refuses_weights_that_are_not_those_of_the_run(
+    spec: Specs, content: dict[str, torch.Tensor] | None
+) -> None:
+    """Its process was killed before its store knew everything: the sync would seal what is there."""
+    folder = finished(spec(), weights=True)
+    cut(folder, -1)  # what was delivered
+    seal = (folder / "seal.json").read_bytes()
+    (folder / "weights" / "final.safetensors").unlink()
+    if content is not None:
+        save_weights(folder, {"final": content})
+    with raises(FILE_DAMAGED, remedy=re.compile("^no good copy is known")):
+        sync_whole(folder, "off")
+    assert (folder / "seal.json").read_bytes() == seal
+    save_weights(folder, {"final": WEIGHTS})
+    assert sync_whole(folder, "off").sent
+
+
+@pytest.mark.parametrize("name", ["log.txt", "logs/rank-0.txt", "journal.jsonl", "spec.yaml"])
+def test_a_file_that_is_not_as_it_was_sealed_is_told_and_not_sealed_again(spec: Specs, name: str) -> None:
+    """Unless its seal is deleted, which accepts it."""
+    folder = finished(spec(), before=[Printed("rank-0", "a loss of 0.1\n"), Warned("slow")])
+    path = folder / name
+    whole, seal = path.read_bytes(), (folder / "seal.json").read_bytes()
+    if name == NAME:
+        first, second, *others = lines(folder)
+        assert b"slow" in second
+        path.write_bytes(b"".join([first, to_line(Warned("fine"), folder), *others]))
+    else:
+        path.write_bytes(b"# edited\n" + whole)
+    (told,) = check_record(folder, "off", repair=False)
+    assert told.where == "folder" and re.match(f"{name} has \\w+, where the seal has ", told.what)
+    with raises(FILE_DAMAGED, got=told.what):
+        check_record(folder, "off", repair=True)
+    assert (folder / "seal.json").read_bytes() == seal
+    path.write_bytes(whole)
+    assert check_record(folder, "off", repair=False) == []
+    path.unlink()
+    if name == "log.txt":
+        (told,) = check_record(folder, "off", repair=False)
+        assert told.what == "log.txt is missing"
 
 
 @pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
