@@ -36,6 +36,8 @@ GRACE_S = 60.0
 """How long a live holder may take to end after its step, when another command takes its run over."""
 MISSES = 2
 """So many beats find the holder's own file gone before the folder is considered deleted."""
+RELEASE_S = 2 * WATCH_S
+"""How long a release waits for a storage that does not answer. It saves the next command the watch of a counter, so it is not worth much longer than that."""
 _LOOK_S = 0.2
 
 
@@ -136,14 +138,10 @@ class Lease:
         return problems.TAKEN_OVER(what=self.label, taker=taker.shown, step=self.holder.step)
 
     def release(self) -> None:
-        """Release the run, so that the next command need not wait."""
+        """Release the run, so that the next command need not wait. It waits no longer than RELEASE_S for that to be written."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(RELEASE_S)
         _tokens.discard(self.holder.token)
-        if self.deleted:
-            return
-        with suppress(StorageError):  # the next command then checks the process, or watches the counter
-            self._write(replace(self.holder, beats=self.holder.beats + 1, released=True))
 
     def _beat_on(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -152,6 +150,9 @@ class Lease:
                 if not self._missing:
                     self.holder = replace(self.holder, beats=self.holder.beats + 1)
                     self._write(self.holder)
+        if not self.deleted:
+            with suppress(StorageError):  # the next command then checks the process, or watches the counter
+                self._write(replace(self.holder, beats=self.holder.beats + 1, released=True))
 
     def _poll(self) -> None:
         numbers = _numbers(self.storage, self.folder)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _RIVAL = timedelta(seconds=60)
 """How long to respect a process that wants a name, by the store's own clock: it may have been killed meanwhile."""
+_CONNECT_S, _SILENT_S, _ATTEMPTS = 10, 20, 3
+"""How long a request to S3 may wait for a connection, and then for the next byte in either direction, and how often it is sent: a store that accepts it and never
+answers is given up after a minute or so. A large upload that goes on is not cut."""
 _CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict", "OperationAborted"}
 _UNCONDITIONAL = {"NotImplemented", "InvalidRequest", "InvalidArgument"}
 
@@ -49,7 +52,8 @@ class ObjectStorage:
         self._uri = uri
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         try:
-            self._files, root = pafs.FileSystem.from_uri(_in_one_request(uri))
+            files, root = pafs.FileSystem.from_uri(_in_one_request(uri))
+            self._files = _bounded(files) if parts.scheme == "s3" else files
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = _one_line(error).replace(uri, self.shown)
             raise problems.CANNOT_OPEN(storage=self.shown, got=reason) from None
@@ -192,9 +196,9 @@ class ObjectStorage:
             region_name=query.get("region"),
             config=Config(
                 s3={"addressing_style": "auto" if virtual else "path"},
-                connect_timeout=10,
-                read_timeout=30,
-                retries={"mode": "standard", "max_attempts": 3},
+                connect_timeout=_CONNECT_S,
+                read_timeout=_SILENT_S,
+                retries={"mode": "standard", "max_attempts": _ATTEMPTS},
             ),
             **{name: unquote(value) for name, value in credentials.items() if value},
         )
@@ -236,6 +240,17 @@ def _in_one_request(uri: str) -> str:
     if not uri.startswith("s3://") or "allow_delayed_open" in uri:
         return uri
     return f"{uri}{'&' if urlsplit(uri).query else '?'}allow_delayed_open=true"
+
+
+def _bounded(files: pafs.FileSystem) -> pafs.FileSystem:
+    """The same S3 with limits, which a URI cannot name: its options are those by which pyarrow pickles it."""
+    import pyarrow.fs as pafs
+
+    _, (options,) = files.__reduce__()
+    limits = {"connect_timeout": _CONNECT_S, "request_timeout": _SILENT_S}
+    retries = pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS)
+    proxy = options["proxy_options"] if options["proxy_options"]["host"] else None
+    return pafs.S3FileSystem(**{**options, **limits, "proxy_options": proxy, "retry_strategy": retries})
 
 
 def _item(info: pafs.FileInfo) -> Item:

@@ -17,15 +17,17 @@ import pytest
 
 from lockstep.checkpoint import problems
 from lockstep.checkpoint.runs import lease
-from lockstep.checkpoint.runs.lease import Holder, leased
+from lockstep.checkpoint.runs.lease import Holder, Lease, leased
 from lockstep.checkpoint.runs.run_checkpoints import claim
 from lockstep.checkpoint.runs.run_folder import RunFolder
+from lockstep.checkpoint.storage import object_store
 from lockstep.checkpoint.storage.interface import Storage
 from lockstep.checkpoint.storage.object_store import ObjectStorage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import SpecError
 from lockstep.parsing import canonical_json
 from tests.raised import raises
+from tests.silent import silent_store
 from tests.unit.checkpoint.states import everywhere
 
 RUN, WHAT = "run-a", "run run-a"
@@ -250,3 +252,46 @@ def test_a_run_that_is_held_in_two_places_is_taken_over_in_either(tmp_path: Path
         assert asked.wait(20)
         with raises(problems.TAKEN_OVER, taker="process 7 on host far"):
             new.ensure()
+
+
+def test_a_store_that_never_answers_does_not_keep_a_release_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_SILENT_S", 1)
+    monkeypatch.setattr(object_store, "_ATTEMPTS", 1)
+    monkeypatch.setattr(lease, "RELEASE_S", 0.2)
+    with silent_store() as store:
+        held = Lease(open_storage(store.uri), RUN, WHAT, Holder.of_this_process(1))
+        assert store.asked.wait(30)
+        began = time.monotonic()
+        held.release()
+        assert time.monotonic() - began < 0.9
+        held._thread.join(60)
+        assert not held._thread.is_alive()
+
+
+HOLDING = """
+import signal, sys, threading
+from lockstep.checkpoint.runs import lease
+from lockstep.checkpoint.storage import object_store
+from lockstep.checkpoint.storage.opening import open_storage
+object_store._SILENT_S, object_store._ATTEMPTS, lease.RELEASE_S = 1, 1, 1.0
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+held = lease.Lease(open_storage(sys.argv[1]), "run-a", "run run-a", lease.Holder.of_this_process(1))
+print("held", flush=True)
+try:
+    threading.Event().wait()
+finally:
+    held.release()
+"""
+
+
+def test_a_signal_ends_a_process_whose_store_never_answers() -> None:
+    with (
+        silent_store() as store,
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDING, store.uri], stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert store.asked.wait(60)
+        process.terminate()
+        assert process.wait(60) == 143

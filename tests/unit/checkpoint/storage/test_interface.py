@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from lockstep.checkpoint.storage.interface import PIECE, Item, Storage
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import StorageError
 from tests.raised import raises
+from tests.silent import silent_store
 from tests.unit.checkpoint.states import everywhere
 
 FOLDER, OWNER = "run/attempt-0001", "token"
@@ -221,3 +223,22 @@ def test_a_wrong_uri_is_told_without_credentials() -> None:
 def test_errors_survive_the_way_between_processes(kind: type[StorageError]) -> None:
     copy = pickle.loads(pickle.dumps(kind("one line")))
     assert type(copy) is kind and str(copy) == "one line" and isinstance(copy, StorageError)
+
+
+def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the limits as they are it takes a minute; without any, pyarrow waits for as long as the connection lives."""
+    monkeypatch.setattr(object_store, "_SILENT_S", 1)
+    monkeypatch.setattr(object_store, "_ATTEMPTS", 1)
+    with silent_store() as store:
+        storage = open_storage(store.uri)
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("write", lambda: storage.put("run/a", b"a")),
+            ("create", lambda: storage.create("run/a", b"a")),
+            ("list", lambda: storage.list("run")),
+            ("read", lambda: storage.read("run/a")),
+        ]
+        for verb, call in calls:
+            began = time.monotonic()
+            with raises(problems.FAILED, verb=verb):
+                call()
+            assert time.monotonic() - began < 60.0
