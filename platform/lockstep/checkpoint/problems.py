@@ -131,6 +131,16 @@ SCHEME = Problem(
     advice="follow the message",
 )
 
+CREDENTIALS_HIDDEN = Problem(
+    "checkpoint.storage.credentials_hidden",
+    SpecError,
+    "checkpoint.storage: got {got!r}, as it is recorded, without its credentials; wanted those",
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    shown="checkpoint.storage: got 's3://<redacted: …>:***@…', as it is recorded, without its credentials; …",
+    cause="a run whose `checkpoint.storage` was a URI with credentials, which are not recorded",
+    advice="the credentials in the environment, where they belong for the next run too; `lockstep resume` also takes the whole `checkpoint.storage=…`",
+)
+
 BOTO3_MISSING = Problem(
     "checkpoint.storage.boto3_missing",
     SpecError,

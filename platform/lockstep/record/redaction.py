@@ -18,9 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from lockstep.record.mirror.documents import flat
-
-HIDDEN = "***"
-"""What replaces a secret."""
+from lockstep.redaction_marks import HIDDEN, is_redacted, marked
 
 _URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s'\"<>`]+")
 """A scheme has at most 32 characters: without a limit, each letter of a long word would start a scan of all of it."""
@@ -150,7 +148,7 @@ def redacted(text: str) -> str:
     """`text` with the secrets that are found in it replaced."""
     if not text:
         return text
-    text = _PRIVATE_KEY.sub(_mark("Private Key"), without_uri_secrets(text))
+    text = _PRIVATE_KEY.sub(marked("Private Key"), without_uri_secrets(text))
     return "".join(_without_tokens(piece) for piece in _pieces(text))
 
 
@@ -172,13 +170,13 @@ def _redacted_entry(name: str, value: Any) -> Any:
         return _redacted(value)
     line = f'{name} = "{value}"'
     secrets = (match["value"] for pattern in _named_values() for match in pattern.finditer(line))
-    return _mark(_NAMED_VALUE) if value in secrets else redacted(value)
+    return marked(_NAMED_VALUE) if value in secrets else redacted(value)
 
 
 def redacted_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables with secrets replaced; of a variable with the name of a secret, the whole value."""
     return {
-        name: _mark("Secret Keyword")
+        name: marked("Secret Keyword")
         if value and re.search(_VARIABLE_NAMES, name.upper())
         else redacted(value)
         for name, value in environment.items()
@@ -187,14 +185,7 @@ def redacted_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def redacted_fields(document: Mapping[str, Any]) -> list[str]:
     """The dotted names of the values that were redacted."""
-    return [name for name, value in flat(document).items() if HIDDEN in value or _MARK.search(value)]
-
-
-_MARK = re.compile(r"<redacted: [^<>]+>")
-
-
-def _mark(kind: str) -> str:
-    return f"<redacted: {kind}>"
+    return [name for name, value in flat(document).items() if is_redacted(value)]
 
 
 def _pieces(text: str) -> list[str]:
@@ -218,14 +209,14 @@ def _without_tokens(text: str) -> str:
 def _replaced(match: re.Match[str], kind: str) -> str:
     """A match with its token replaced: a group that is long enough, or else the whole match."""
     matched = match[0]
-    if _MARK.search(matched) or HIDDEN in matched:
+    if is_redacted(matched):
         return matched
     start, end = match.span(0)
     for group in range(1, (match.re.groups or 0) + 1):
         if match[group] and (len(match[group]) >= _SHORTEST_TOKEN or match.re is _ENVIRONMENT):
             start, end = match.span(group)
             break
-    return f"{match.string[match.start() : start]}{_mark(kind)}{match.string[end : match.end()]}"
+    return f"{match.string[match.start() : start]}{marked(kind)}{match.string[end : match.end()]}"
 
 
 def _without_named(line: str) -> str:
@@ -237,10 +228,10 @@ def _without_named(line: str) -> str:
 
 def _value_replaced(match: re.Match[str]) -> str:
     value = match["value"]
-    if HIDDEN in value or _MARK.search(value):
+    if is_redacted(value):
         return match[0]
     start, end = (at - match.start() for at in match.span("value"))
-    return f"{match[0][:start]}{_mark(_NAMED_VALUE)}{match[0][end:]}"
+    return f"{match[0][:start]}{marked(_NAMED_VALUE)}{match[0][end:]}"
 
 
 @cache

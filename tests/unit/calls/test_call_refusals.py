@@ -25,7 +25,7 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import Problem
 from lockstep.record.mirror.run_store import StoredRun
-from lockstep.record.redaction import HIDDEN
+from lockstep.redaction_marks import HIDDEN
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from tests.raised import raises

@@ -12,7 +12,7 @@ import yaml
 from lockstep.driver.options import RunOptions
 from lockstep.record import problems as record_problems
 from lockstep.record.mirror.run_store import SWEEP_FILE
-from lockstep.record.redaction import HIDDEN
+from lockstep.redaction_marks import HIDDEN
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import driver, problems
 from lockstep.sweeps.sweep_record import SweepRecord

@@ -18,8 +18,8 @@ from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.mirror.run_store import RunInfo
 from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
-from lockstep.record.redaction import HIDDEN
 from lockstep.record.runs.heartbeat import SILENT_S
+from lockstep.redaction_marks import HIDDEN
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import RECORD_OFF

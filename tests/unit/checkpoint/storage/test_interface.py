@@ -242,3 +242,20 @@ def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch)
             with raises(problems.FAILED, verb=verb):
                 call()
             assert time.monotonic() - began < 60.0
+
+
+@pytest.mark.parametrize("uri", ["s3"], indirect=True)
+@pytest.mark.parametrize("user", ["<redacted: AWS Access Key>:***", "key:***"])
+def test_a_recorded_uri_without_its_credentials_takes_those_of_the_environment(
+    uri: str, user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = f"s3://{user}@{uri.rpartition('@')[2].removeprefix('s3://')}"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    with raises(problems.CREDENTIALS_HIDDEN, got=recorded):
+        open_storage(recorded)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    storage = open_storage(recorded)
+    storage.create("run/a", b"a")
+    assert storage.read("run/a") == b"a"
