@@ -48,7 +48,8 @@ def projected_state(spec: Spec, folder: Path, journal: Journal) -> State:
     if projection.end is None:
         projection.take(end_of(journal.events))
         untold.add(_ERROR)  # whoever found the run dead says why
-    tags = projection.tags(trouble="", figures=[], ended=True)
+    # An end that is no whole one for damage of the journal is reported as that.
+    tags = {} if projection.lack else projection.tags(trouble="", figures=[], ended=True)
     return State(
         {name: value for name, value in params.items() if not is_placement(name, fields)},
         {name: value for name, value in tags.items() if name not in untold},

@@ -40,6 +40,7 @@ from lockstep.record.ledger.journal_end import GONE
 from lockstep.record.ledger.journal_file import NAME
 from lockstep.record.ledger.tables import read_evaluations, read_parquet, write_parquet
 from lockstep.record.mirror.mlflow import in_mlflow
+from lockstep.record.mirror.seal import seal
 from lockstep.record.mirror.stores import find_files, reader
 from lockstep.record.mirror.sync import sync
 from lockstep.record.recorder import Recorder
@@ -247,6 +248,7 @@ def forget_times(folder: Path) -> None:
     events = [from_line(line[:-1], folder) for line in lines(folder)]
     events = [replace(event, at=None) if isinstance(event, Finished) else event for event in events]
     (folder / NAME).write_bytes(b"".join(to_line(event, folder) for event in events if event))
+    seal(folder)
 
 
 def end_of(folder: Path, uri: str) -> tuple[str, float | None]:
@@ -402,11 +404,11 @@ def test_weights_that_are_not_there_and_a_wrong_status_are_told(spec: Specs) -> 
 def test_damaged_weights_are_not_sent_in_the_place_of_good_ones(database: str, spec: Specs) -> None:
     """Neither does a seal cover them. The refusal names the good copy, which mends the folder."""
     folder = finished(spec(database), weights=True)
-    seal, name = (folder / "seal.json").read_bytes(), "weights/final.safetensors"
+    sealed, name = (folder / "seal.json").read_bytes(), "weights/final.safetensors"
     save_weights(folder, {"final": {"w": torch.zeros(1)}})
     with raises(FILE_DAMAGED, remedy=re.compile(f"^the good copy is the artifact {name!r} of this run in ")):
         check_record(folder, database, repair=True)
-    assert (folder / "seal.json").read_bytes() == seal
+    assert (folder / "seal.json").read_bytes() == sealed
     stored = folder.parent / "stored"
     stored.mkdir()
     find_files(database, folder.name, ("weights",), folder.parent / "nowhere", stored)
@@ -421,13 +423,13 @@ def test_a_sync_refuses_weights_that_are_not_those_of_the_run(
     """Its process was killed before its store knew everything: the sync would seal what is there."""
     folder = finished(spec(), weights=True)
     cut(folder, -1)  # what was delivered
-    seal = (folder / "seal.json").read_bytes()
+    sealed = (folder / "seal.json").read_bytes()
     (folder / "weights" / "final.safetensors").unlink()
     if content is not None:
         save_weights(folder, {"final": content})
     with raises(FILE_DAMAGED, remedy=re.compile("^no good copy is known")):
         sync_whole(folder, "off")
-    assert (folder / "seal.json").read_bytes() == seal
+    assert (folder / "seal.json").read_bytes() == sealed
     save_weights(folder, {"final": WEIGHTS})
     assert sync_whole(folder, "off").sent
 
@@ -437,7 +439,7 @@ def test_a_file_that_is_not_as_it_was_sealed_is_told_and_not_sealed_again(spec: 
     """Unless its seal is deleted, which accepts it."""
     folder = finished(spec(), before=[Printed("rank-0", "a loss of 0.1\n"), Warned("slow")])
     path = folder / name
-    whole, seal = path.read_bytes(), (folder / "seal.json").read_bytes()
+    whole, sealed = path.read_bytes(), (folder / "seal.json").read_bytes()
     if name == NAME:
         first, second, *others = lines(folder)
         assert b"slow" in second
@@ -448,13 +450,14 @@ def test_a_file_that_is_not_as_it_was_sealed_is_told_and_not_sealed_again(spec: 
     assert told.where == "folder" and re.match(f"{name} has \\w+, where the seal has ", told.what)
     with raises(FILE_DAMAGED, got=told.what):
         check_record(folder, "off", repair=True)
-    assert (folder / "seal.json").read_bytes() == seal
+    assert (folder / "seal.json").read_bytes() == sealed
     path.write_bytes(whole)
     assert check_record(folder, "off", repair=False) == []
-    path.unlink()
-    if name == "log.txt":
-        (told,) = check_record(folder, "off", repair=False)
-        assert told.what == "log.txt is missing"
+    if name.startswith("log"):
+        path.write_bytes(b"# edited\n" + whole)
+        (folder / "seal.json").unlink()
+        assert all(one.mended for one in check_record(folder, "off", repair=True))
+        assert check_record(folder, "off", repair=False) == []
 
 
 @pytest.mark.parametrize("recorded_in", ["off", "mlflow"])
