@@ -509,10 +509,9 @@ UNIT_COPIED = Problem(
 ONLY_GATHERED = Problem(
     "step.sharding.only_gathered",
     JobError,
-    "{got}: with sharding=full a parameter has its values only while its own module computes, and a gradient that is differentiated again needs them later",
+    "{got}: with sharding=full a parameter has its values only while its own module computes",
     "use parameters in their modules, or set sharding=optimizer",
-    shown="…: with sharding=full a parameter has its values only while its own module computes, …",
-    cause="the loss uses parameters outside of their modules (a penalty on all weights), or differentiates a gradient",
+    cause="the loss uses parameters outside of their modules (a penalty on all weights)",
     advice="`sharding=optimizer`",
 )
 
