@@ -44,7 +44,6 @@ from lockstep.training.loop import fit
 from lockstep.training.module_modes import Modes
 from lockstep.training.observe.observations import Watch
 from lockstep.training.observe.rank_speed import Pace
-from lockstep.training.settings import Settings
 from lockstep.training.step import accumulation, forward_backward, optimizer_step
 from lockstep.training.step.buffers import StepBuffers
 from lockstep.training.step.learning_rate import Rates
@@ -55,6 +54,7 @@ from lockstep.training.step.phase_step import LossModule, PhaseStep
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.reduction import Reduction, TreeSum
 from lockstep.training.step.step_exchange import Exchange
+from lockstep.training.torch_settings import Settings
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks.limit import Limit, gathered_from
 from tests.benchmarks.programs import SEED, TABLE, cases

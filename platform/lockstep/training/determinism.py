@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.threads import library_threads, one_library_thread, openmp_limit, start_autograd
 from lockstep.training import problems
 from lockstep.training.deferred_dynamo import current_stance, defer_compiler, functions_as_written
-from lockstep.training.settings import Settings, refuses_nondeterministic
+from lockstep.training.torch_settings import Settings, refuses_nondeterministic
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_otherwise
 
 

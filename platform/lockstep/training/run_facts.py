@@ -40,9 +40,9 @@ from lockstep.training.external_inputs import external_inputs_of
 from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.identity_inputs import VARIABLE, places_here, variables_read
 from lockstep.training.job_data import JobData, dataset_size, shown_label
-from lockstep.training.settings import Settings
 from lockstep.training.step.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.step.phases import own_phases
+from lockstep.training.torch_settings import Settings
 
 
 def _own_fields(job: Job) -> dict[str, Any]:

@@ -51,7 +51,6 @@ from lockstep.training.module_modes import learning_in_evaluation_mode
 from lockstep.training.planning import make_plan
 from lockstep.training.run import Run, watch_bits
 from lockstep.training.run_facts import check_agreed, facts_of, leaked_rows, with_compiler
-from lockstep.training.settings import Settings
 from lockstep.training.start import Start, find_start, restore_on_every_rank, versions_of
 from lockstep.training.state import TrainState, tensors
 from lockstep.training.step.job_weights import has_eval_weights
@@ -60,6 +59,7 @@ from lockstep.training.step.parameter_order import check_same_order
 from lockstep.training.step.parameters import short_parameters
 from lockstep.training.step.phase_step import LossModule
 from lockstep.training.step.sharding_units import Calls
+from lockstep.training.torch_settings import Settings
 from lockstep.training.worker_environment import return_freed_memory
 
 T = TypeVar("T")

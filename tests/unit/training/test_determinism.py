@@ -33,8 +33,8 @@ from lockstep.training.determinism import (
     numerics_probe,
     numpy_probe,
 )
-from lockstep.training.settings import Settings
 from lockstep.training.start import check_identity
+from lockstep.training.torch_settings import Settings
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.forked import script
 from tests.raised import raises

@@ -25,7 +25,6 @@ from lockstep.training.integrity.probe import NoProbe, Probe
 from lockstep.training.module_modes import Modes
 from lockstep.training.observe.rank_speed import Stopwatch
 from lockstep.training.observe.step_times import StepTimes
-from lockstep.training.settings import Settings
 from lockstep.training.state import TrainState, power_of_two
 from lockstep.training.step import problems
 from lockstep.training.step.buffers import StepBuffers
@@ -37,6 +36,7 @@ from lockstep.training.step.phase_step import PhaseStep
 from lockstep.training.step.phases import sharded_of
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.statistics import StepStatistics
+from lockstep.training.torch_settings import Settings
 
 
 class ForwardBackward:

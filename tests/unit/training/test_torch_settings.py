@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.training import problems
-from lockstep.training.settings import Settings
+from lockstep.training.torch_settings import Settings
 from lockstep.training.worker_environment import kernel_variables
 from tests.raised import raises
 
