@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -30,26 +31,31 @@ class FSDPCalls(FSDPModule):
         self.module = module
         self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
         restore_class(module)
+        self._number = 0
+        """In the order of the forwards."""
+        self._begun: list[FSDPCalls] = []
         self._inputs: tuple[Any, Any] = (), {}
         self._of_leaves: list[Any] = []
         """Hooks of the newest inputs that no module has made, which last as long as these do."""
-        self._take_inputs_past()
         # An instance may refuse to be copied as torch's class does: a copy would share the hooks, and the shards.
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
 
-    def _take_inputs_past(self) -> None:
-        """Have the module's forward get its inputs as they were given, and the module let go after its backward all the same.
+    def follow(self, begun: list[FSDPCalls]) -> None:
+        """Have a unit compute with its inputs as they are given, be gathered whenever a backward needs it, and let go after it. `begun` is one list for all units.
 
         FSDP passes the inputs that learn through a function that returns them, in whose backward it lets go. Where an input is also used elsewhere, as
-        what all blocks of a decoder attend to, that function's backward adds up what the module alone gives for it: a sum in other brackets, with other
+        what all blocks of a decoder attend to, that function's backward adds up what the unit alone gives for it: a sum in other brackets, with other
         bits. And torch makes views of what the function returns, whose strides may differ in a dimension of one element.
         """
         module = self.module
+        self._begun = begun
         hooks: Any = module._forward_pre_hooks
         of_fsdp = next(iter(hooks))  # it goes before those of the job
         module.register_forward_pre_hook(self._return_inputs, prepend=True, with_kwargs=True)
         hooks.move_to_end(of_fsdp, last=False)
         module.register_forward_pre_hook(self._keep_inputs, prepend=True, with_kwargs=True)
+        # Before FSDP's own, which gathers: what is done goes first.
+        module.register_forward_hook(self._follow_outputs, prepend=True)
 
     def _keep_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._inputs = args, kwargs
@@ -60,57 +66,66 @@ class FSDPCalls(FSDPModule):
         for handle in self._of_leaves:
             handle.remove()
         self._of_leaves = []
-        if (
-            torch.is_grad_enabled() and self._state._training_state.name != _IN_BACKWARD
-        ):  # not a recomputation
-            learning = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
-            for node in {tensor.grad_fn for tensor in learning if tensor.grad_fn is not None}:
-                # Backward takes the nodes from the newest to the oldest: before the newest that made an input, all that the module made are done.
-                node.register_prehook(self._end_backward)
-            leaves: list[Any] = [tensor for tensor in learning if tensor.is_leaf]
-            self._of_leaves = [leaf.register_hook(self._gather_for_another) for leaf in leaves]
+        if self._is_followed():
+            self._number = next(_NUMBERS)
+            for tensor in _tensors((args, kwargs)):
+                if tensor.requires_grad:
+                    hook: Any = tensor.register_hook(self._gather_for_another)  # type: ignore[no-untyped-call]
+                    self._of_leaves += [hook] if tensor.is_leaf else []
         return args, kwargs
 
-    def _end_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Let go of the module's parameters, and sum their gradients. Of the modules that get no input that learns, FSDP does so at the end of backward."""
-        for gradient in gradients:
-            self._gather_for_another(gradient)
-        for group in self._state._fsdp_param_groups:
-            if group._training_state.name == _IN_BACKWARD:
-                group.post_backward()
+    def _is_followed(self) -> bool:
+        """Whether a forward is one that a backward follows, and no recomputation within a backward."""
+        return torch.is_grad_enabled() and self._state._training_state.name != _IN_BACKWARD
 
-    def _gather_for_another(self, gradient: Tensor | None) -> None:
-        """Have the module gathered again before another backward goes through the one that gives this gradient (`create_graph`): it reads the parameters."""
-        if gradient is not None and gradient.grad_fn is not None:
+    def _gather_for_another(self, gradient: Tensor) -> None:
+        """Have the unit gathered again before another backward goes through the one that gives this gradient (`create_graph`): it reads the parameters."""
+        if gradient.grad_fn is not None:
             gradient.register_hook(self._gather)  # type: ignore[no-untyped-call]
 
-    def gather_for_all(self) -> None:
-        """Have the module gathered before a backward begins at any tensor that its forward left; FSDP does so for what it returns.
+    def _follow_outputs(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        """Have the unit's backward begin at any tensor that its forward left; FSDP sees what it returns.
 
         A mixture of experts leaves its losses in attributes: their backward would read parameters that have no memory, and the process would crash. And an
-        in-place sum on a view that was returned, as of a residual, would drop FSDP's hook.
+        in-place sum on a view that was returned, as of a residual, would drop a tensor's hook.
         """
-        self.module.register_forward_hook(self._note_tensors)
-
-    def _note_tensors(self, module: nn.Module, _arguments: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not self._is_followed():
             return
         for tensor in _with_graph([output]):
+            tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 # A write to the view leaves this node in the graph.
-                base.grad_fn.register_prehook(self._gather)
+                base.grad_fn.register_prehook(self._begin)
         for part in module.modules():
             for tensor in _with_graph(vars(part).values()):
                 # Anew after each forward: what is written into a tensor has another node, which has no hook.
-                tensor.register_hook(self._gather)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
+
+    def _begin(self, _gradients: Any) -> None:
+        """Begin the unit's backward: let go of the units that were computed after it, and gather it.
+
+        A backward takes what a forward made from the newest to the oldest: those units are done. Of what no unit precedes FSDP lets go at the end.
+        """
+        while self._begun and self._begun[-1]._number > self._number:
+            self._begun.pop()._end()
+        if not self._begun or self._begun[-1] is not self:
+            self._begun.append(self)
+        self._gather(None)
 
     def _gather(self, _gradients: Any) -> None:
         self._state._pre_backward(None)
 
+    def _end(self) -> None:
+        for group in self._state._fsdp_param_groups:
+            if group._training_state.name == _IN_BACKWARD:
+                group.post_backward()
+
     def _get_fsdp_state(self) -> Any:
         return self._state
 
+
+_NUMBERS = count(1)
 
 _IN_BACKWARD = "PRE_BACKWARD"
 """What FSDP calls the state of a module from the beginning of its backward to the end."""

@@ -101,8 +101,9 @@ def shard_modules(
             offload_policy=policy,
         )
         calls.append(FSDPCalls(module))
+    begun: list[FSDPCalls] = []
     for unit in calls[:-1]:  # the root has its parameters until the backward ends
-        unit.gather_for_all()
+        unit.follow(begun)
     for each in root.modules():
         # By this mark torch's compiler would take a buffer for one that moves, and trace another program than of a whole model.
         vars(each).pop("_is_fsdp_managed_module", None)
