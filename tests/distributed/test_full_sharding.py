@@ -1313,6 +1313,46 @@ def test_an_input_that_goes_through_a_function_gives_other_bits(pool: Pool, kind
     assert control[1] != train_every([document])[0][1]
 
 
+class Heads(nn.Module):
+    """Units beside each other, which share one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(FEATURES, FEATURES)
+        self.heads = nn.ModuleList(nn.Linear(FEATURES, kinds_of_jobs.CLASSES) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.into(x))
+        return torch.stack([head(x) for head in self.heads]).sum(0)
+
+
+class HasHeads(Kind):
+    def model(self) -> nn.Module:
+        return Heads()
+
+
+def most_in_backward(document: Document) -> int:
+    """The most units whose backward had begun and not ended, that of the micro-batch before among them: its oldest ends without a word."""
+    begin, end, under_way, most = FSDPCalls._begin, FSDPCalls._end, set[int](), [0]
+
+    def noted_begin(calls: FSDPCalls, gradients: Any) -> None:
+        begin(calls, gradients)
+        under_way.add(id(calls))
+        most.append(len(under_way))
+
+    def noted_end(calls: FSDPCalls) -> None:
+        end(calls)
+        under_way.discard(id(calls))
+
+    with mock.patch.multiple(FSDPCalls, _begin=noted_begin, _end=noted_end):
+        train_every([document])
+    return max(most)
+
+
+def test_units_that_share_an_input_are_let_go_of_one_by_one(pool: Pool) -> None:
+    assert pool.run(2, most_in_backward, full(kinds_of_jobs.document(HasHeads, rehearsal="off"))) == [2, 2]
+
+
 class Shifted(nn.Linear):
     """Computes with a tensor that was made of its weight before training; a backward through that never ends."""
 
