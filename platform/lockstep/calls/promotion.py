@@ -6,8 +6,8 @@ import hashlib
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from lockstep.checkpoint.layout import step_folder
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reader import checkpoint_at
 from lockstep.checkpoint.reader import verify as verify_files
-from lockstep.checkpoint.runs.pins import ALIAS, pin, pinned, unpin
+from lockstep.checkpoint.runs.pins import ALIAS, pin
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
@@ -84,7 +84,8 @@ def promote(
     run = recorded_run(run_id, store, folder)
     chosen = _best(run) if best else _step(run, step)
     options = options or RunOptions(local=True)
-    with tempfile.TemporaryDirectory(prefix="lockstep-promote-") as aside, _pinned(run, chosen):
+    _pin(run, chosen)
+    with tempfile.TemporaryDirectory(prefix="lockstep-promote-") as aside:
         manifest, facts = _checkpoint_facts(run, chosen, Path(aside))
         verified = _verified(run, chosen, steps, store, folder, options)
         statement, reason = _attested(run, key, Path(aside), store, folder)
@@ -150,22 +151,13 @@ def _best(run: RecordedRun) -> int:
     return min(values, key=lambda step: (rule.cost(values[step]), step))
 
 
-@contextmanager
-def _pinned(run: RecordedRun, step: int) -> Iterator[None]:
-    """Keep retention away from the checkpoint; a pin stays once it is promoted."""
-    try:
-        folder = RunFolder.open(open_storage(run.spec.checkpoint.storage), run.run_id)
-    except LostFileError:  # only its store has copies
-        yield
-        return
-    was_pinned = step in pinned(folder)
-    pin(folder, step, ALIAS)
-    try:
-        yield
-    except BaseException:
-        if not was_pinned:
-            unpin(folder, step, ALIAS)
-        raise
+def _pin(run: RecordedRun, step: int) -> None:
+    """Keep retention away from the checkpoint.
+
+    A promotion that fails leaves the pin, which another one of the same checkpoint may rely on: the run's next save takes away those without an alias.
+    """
+    with suppress(LostFileError):  # only its store has copies
+        pin(RunFolder.open(open_storage(run.spec.checkpoint.storage), run.run_id), step, ALIAS)
 
 
 def _check_copy(store: str, run_id: str, step: int, wanted: Manifest) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from lockstep import train
-from lockstep.calls import problems
+from lockstep.calls import problems, promotion
 from lockstep.calls.promotion import Promoted, promote
 from lockstep.calls.verify import verify
-from lockstep.checkpoint.runs.pins import pinned
+from lockstep.checkpoint.runs.pins import ALIAS, pin, pinned, unpin
+from lockstep.checkpoint.runs.run_checkpoints import pin_aliased
 from lockstep.checkpoint.runs.run_folder import RunFolder
 from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.errors import Problem, RecordError
@@ -209,6 +210,57 @@ def test_what_fails_half_way_is_undone(
     with pytest.raises(RecordError, match="went away"):
         register(uri, run, 4, f"{name}@champion")
     assert (registered(client), models(client, run)) == before
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("acts", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("published", [False, True])
+def test_what_fails_takes_nothing_from_another_that_succeeded_meanwhile(
+    run: Path, uri: str, client: Any, monkeypatch: pytest.MonkeyPatch, call: str, acts: bool, published: bool
+) -> None:
+    """Of the same checkpoint under the same name, at each call that changes the registry; its model is there before, or the first one makes it."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    if not published:
+        Models(client, client.get_run(run.name).info.experiment_id, run.name).delete("checkpoint-4")
+    name = f"both-{call}-{acts}-{published}"
+    real, others = getattr(MlflowClient, call), []
+
+    def fails(self: Any, *given: Any, **named: Any) -> Any:
+        if acts:
+            real(self, *given, **named)
+        monkeypatch.undo()
+        others.append(register(uri, run, 4, f"{name}@champion"))
+        raise MlflowException("the server went away")
+
+    monkeypatch.setattr(MlflowClient, call, fails)
+    with pytest.raises(RecordError, match="went away"):
+        register(uri, run, 4, f"{name}@champion")
+    version = client.get_model_version_by_alias(name, "champion")
+    assert [str(version.version)] == [other.version for other in others]
+    assert version.source == f"models:/{others[0].model_id}"
+    assert models(client, run)["checkpoint-4"] == (others[0].model_id, "READY", True)
+
+
+def test_a_promotion_that_fails_leaves_the_pin_of_another_that_succeeded_meanwhile(
+    run: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.open(open_storage(str(run.parent)), run.name)
+    unpin(folder, 4, ALIAS)
+
+    def fails(*_: Any) -> Any:
+        pin(folder, 4, ALIAS)  # which finds it pinned
+        register(uri, run, 4, "pinned@champion")
+        raise RecordError("interrupted")
+
+    monkeypatch.setattr(promotion, "_checkpoint_facts", fails)
+    with pytest.raises(RecordError, match="interrupted"):
+        promoted(run, uri, "pinned@champion", step=4)
+    assert 4 in pinned(folder)
+    pin_aliased(str(run.parent), run.name, frozenset())  # of the next save, once no alias is left
+    assert 4 not in pinned(folder)
 
 
 def register(uri: str, run: Path, step: int, target: str) -> registry.Registered:

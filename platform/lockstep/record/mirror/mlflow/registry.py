@@ -2,11 +2,12 @@
 
 The alias is the commit: it moves last, in one call. Whatever fails before or in it, what the promotion has made is taken back, and the alias
 points to where it did. A process that is killed leaves at most a version without the alias, which has the tag PENDING; the next promotion of
-the same checkpoint uses it.
+the same checkpoint uses it. Several at once may use one version: the tag names the last of them, and only that one takes the version back.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -55,15 +56,14 @@ def promote(
     with translated(uri, again=False), _named_globally(uri):
         models = Models(client, client.get_run(run_id).info.experiment_id, run_id)
         with _taken_back_on_failure(name, alias) as undo:
-            model_id = _published(models, step, checkpoint, folder, undo)
+            model_id = _published(client, models, run_id, step, checkpoint, folder, undo)
             check()
             _register(client, name, undo)
-            version = _version(
-                client, name, model_id, run_id, {**tags, PENDING: f"not complete: {alias}"}, undo
-            )
+            pending = f"not complete: {alias} {uuid.uuid4().hex}"
+            version = _version(client, name, model_id, run_id, {**tags, PENDING: pending}, undo)
             previous = _alias(client, name, alias)
             if previous != version:
-                undo.callback(_put_back, client, name, alias, previous)
+                undo.callback(_put_back, client, name, alias, previous, version, pending)
                 client.set_registered_model_alias(name, alias, version)
         # What is left of the tag by a failure here says less than the alias.
         client.delete_model_version_tag(name, version, PENDING)
@@ -99,14 +99,24 @@ def _taken_back_on_failure(name: str, alias: str) -> Iterator[ExitStack]:
         undo.pop_all()
 
 
-def _published(models: Models, step: int, checkpoint: str, folder: Path | None, undo: ExitStack) -> str:
+def _published(
+    client: Any, models: Models, run_id: str, step: int, checkpoint: str, folder: Path | None, undo: ExitStack
+) -> str:
     """The id of the checkpoint's model, which has the files of `folder`."""
+
+    def unless_registered(take_back: Callable[..., object], *arguments: object) -> None:
+        """Another promotion may have made a version of the model meanwhile."""
+        sources = {f"models:/{model.model_id}" for model in models.ready_models() if model.name == name}
+        versions = client.search_model_versions(f"run_id = '{run_id}'")
+        if not any(version.source in sources for version in versions):
+            take_back(*arguments)
+
     name, tags = f"checkpoint-{step}", checkpoint_tags(checkpoint)
     existing = [model for model in models.ready_models() if model.name == name]
     if not existing:
-        undo.callback(models.delete, name)
+        undo.callback(unless_registered, models.delete, name)
     elif folder is not None and not any(map(models.has_files, existing)):
-        undo.callback(models.publish_reference, name, step, tags)
+        undo.callback(unless_registered, models.publish_reference, name, step, tags)
     return models.publish(name, step, tags, folder)
 
 
@@ -133,8 +143,10 @@ def _version(
             return str(known.version)
 
     def delete_created() -> None:  # whatever became of the answer
-        for created in _versions(client, name, f" and run_id = '{run_id}'"):
-            if created.source == f"models:/{model_id}":
+        for found in _versions(client, name, f" and run_id = '{run_id}'"):
+            # A search does not return aliases.
+            created = client.get_model_version(name, found.version)
+            if created.tags.get(PENDING) == tags[PENDING] and not created.aliases:
                 client.delete_model_version(name, created.version)
 
     undo.callback(delete_created)
@@ -154,8 +166,13 @@ def _alias(client: Any, name: str, alias: str) -> str | None:
     return None if version is None else str(version)
 
 
-def _put_back(client: Any, name: str, alias: str, previous: str | None) -> None:
+def _put_back(client: Any, name: str, alias: str, previous: str | None, version: str, pending: str) -> None:
+    """Have the alias point to `previous`, unless another promotion has moved it, or uses the version."""
+    if _alias(client, name, alias) != version:
+        return
+    if client.get_model_version(name, version).tags.get(PENDING) != pending:
+        return
     if previous is not None:
         client.set_registered_model_alias(name, alias, previous)
-    elif _alias(client, name, alias) is not None:
+    else:
         client.delete_registered_model_alias(name, alias)
