@@ -11,6 +11,9 @@ from pydantic import Discriminator, Field, PositiveInt, Tag, ValidationInfo, fie
 from lockstep.plan import BatchSize
 from lockstep.spec.section import Section
 
+MOST_SIZES = 10_000
+"""Of a ramp: it is kept as a list of them."""
+
 
 class BatchStage(Section):
     """A size of the global batch, and until when it holds: so many steps or trained samples of the whole run, or its end."""
@@ -40,11 +43,17 @@ class RampUp(Section):
             raise ValueError(
                 f"wanted a size above start = {self.start} by a multiple of increment = {self.increment}"
             )
+        if (sizes := self.increments + 1) > MOST_SIZES:
+            raise ValueError(f"wanted an increment that makes at most {MOST_SIZES} sizes, not {sizes}")
         return self
+
+    @property
+    def increments(self) -> int:
+        return (self.size - self.start) // self.increment
 
     def stages(self) -> list[BatchStage]:
         """The sizes in turn, each for an equal share of the samples."""
-        count = (self.size - self.start) // self.increment
+        count = self.increments
         rising = [
             BatchStage(
                 size=self.start + i * self.increment, until_samples=-(-(i + 1) * self.samples // count)

@@ -29,12 +29,15 @@ from lockstep.spec import problems
 from lockstep.spec.document import override, put, read_document
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.loading import load_spec, validate
-from lockstep.spec.messages import refusal, shown
+from lockstep.spec.messages import FieldError, refusal, shown
 from lockstep.spec.schedulers import NoScheduler, Pbt, Scheduler
 from lockstep.spec.section import Section
 
 _Bounds = Annotated[tuple[float, float], Field(strict=False)]
 _WholeBounds = Annotated[tuple[int, int], Field(strict=False)]
+
+MOST_TRIALS = 100_000
+"""Of a sweep, whose trials are kept in memory."""
 
 _FIXED = PLACEMENT | {"fork"}
 """Sections that a space may not search: they decide where a trial runs, not what it computes."""
@@ -183,6 +186,9 @@ class SweepSpec(Section):
             raise ValueError(
                 "trials: missing; wanted the number of trials, because nothing in the space is a grid"
             )
+        if self.total > MOST_TRIALS:
+            field = "trials" if self.trials else "space"
+            raise FieldError(field, f"got {self.total} trials, wanted at most {MOST_TRIALS}")
         return self
 
     def _check_place(self, field: str) -> None:

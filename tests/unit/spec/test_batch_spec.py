@@ -74,6 +74,10 @@ def test_the_micro_batch_divides_every_size() -> None:
             "wanted a size above start = 8 by a multiple of increment = 3",
         ),
         (
+            {"batch": {"global": {"start": 1, "increment": 1, "samples": 20_000, "size": 10_001}}},
+            "wanted an increment that makes at most 10000 sizes, not 10001",
+        ),
+        (
             {"batch": {"global": [{"size": 8, "until_steps": 4}, {"size": 16}], "micro": 8}, "workers": {"min": 3}},
             "workers.min: got 3, wanted at most the 2 micro-batches of a step",
         ),

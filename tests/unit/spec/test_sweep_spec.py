@@ -184,6 +184,16 @@ def test_a_value_that_another_field_of_the_space_replaces_is_one_line(
         ({"workers.min": {"choice": [1, 2]}}, {}, "where a trial runs"),
         ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"search": "grid"}, "search=grid needs choice or grid"),
         ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"trials": None}, "trials: missing"),
+        (
+            {"optimizer.lr": {"uniform": [0.1, 0.2]}},
+            {"trials": 100_001},
+            "trials: got 100001 trials, wanted at most 100000",
+        ),
+        (
+            {"optimizer.lr": {"grid": [0.1] * 400}, "seed": {"grid": [*range(400)]}},
+            {"trials": None},
+            "space: got 160000 trials, wanted at most 100000",
+        ),
         ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"scheduler": "asha2"}, "scheduler"),
         (
             {"optimizer.lr": {"uniform": [0.1, 0.2]}},
