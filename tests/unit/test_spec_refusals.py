@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lockstep.parsing import MOST_YAML_BYTES
 from lockstep.spec import problems
 from lockstep.spec.loading import load_spec
@@ -51,6 +53,13 @@ CALLS: list[Refusal] = [
     (given("checkpoint.storage='s3://bucket/a b'"), problems.STORAGE_KEY, {"remedy": "write %20 for it"}),
     (given("checkpoint.storage=file://there/runs"), problems.STORAGE_HOST, {"host": "there"}),
     (given("checkpoint.storage='s3://[bucket'"), problems.STORAGE_NO_URI, {"got": "'s3://[bucket'"}),
+    (given("record.uri='http://[::1'"), problems.RECORD_NO_URI, {"got": "http://[::1"}),
+    (given("record.uri='postgresql://me:secret@[::1/db'"), problems.RECORD_NO_URI, {"got": "postgresql://***@[::1/db"}),
+    (given("record.uri=http://x:99999999"), problems.RECORD_NO_URI, {"reason": re.compile("port")}),
+    (given("record.uri=http://x:0"), problems.RECORD_NO_URI, {"reason": re.compile("port")}),
+    (given("record.uri=http://me:sec/ret@x"), problems.RECORD_NO_URI, {"got": "http://***@x"}),
+    (given("record.uri=http://"), problems.RECORD_NO_URI, {"reason": "it names no host"}),
+    (lambda _: load_spec(PLAIN, uri="http://x:99999999"), problems.RECORD_NO_URI, {"got": "http://x:99999999"}),
     (given("record.folder=s3://bucket/runs"), problems.RECORD_FOLDER, {}),
     (
         lambda _: WarmupStableDecay(warmup_steps=7, decay_steps=4).check_length(10),
@@ -65,6 +74,19 @@ CALLS: list[Refusal] = [
         {"got": "batch.micro=3"},
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://me:secret@[::1]:5000/mlflow",
+        "postgresql://me:sec/ret@host:5432/db",
+        "databricks://profile:x",
+        "off",
+    ],
+)
+def test_the_uri_of_a_store_stays_as_it_is(uri: str) -> None:
+    assert load_spec(PLAIN, uri=uri).record.uri == uri
 
 
 @each_refusal(CALLS)

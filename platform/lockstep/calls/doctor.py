@@ -26,7 +26,7 @@ from lockstep.record.redaction import redacted_document, without_uri_secrets
 from lockstep.record.versions import versions
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
-from lockstep.spec.locations import tracking_uri
+from lockstep.spec.locations import unchecked_uri
 
 LOOK_S = 15.0
 """How long a look may take. A cluster that does not answer is known after 7 s, on a machine that is not busy."""
@@ -49,7 +49,7 @@ def diagnose(
     What does not answer, cannot be read or is wrong with the spec is a fact and no error.
     """
     loaded, problem = _loaded(spec, overrides, uri)
-    store = (loaded.record.uri if loaded else None) or tracking_uri(uri)
+    store = (loaded.record.uri if loaded else None) or unchecked_uri(uri)
     looks: dict[str, Callable[[], _Facts]] = {
         "machine": machine.described,
         "gpus": machine.gpus,

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 from lockstep.checks import problems
 from lockstep.record.mirror.store_uri import check_database, check_uri, database_path
 from lockstep.record.redaction import without_uri_secrets
-from lockstep.spec.locations import RECORD_OFF
+from lockstep.spec.locations import RECORD_OFF, check_server
 
 ANSWER_S = 4.0
 """How long a server may take to accept a connection, and then to answer."""
@@ -25,8 +25,9 @@ _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 def store_answers(uri: str) -> str:
     """What was found of the store at `uri`, in a line. RecordError where it does not answer, or a database cannot be opened.
 
-    SpecError for a folder, in which MLflow keeps no runs any more.
+    SpecError for what can be no URI, and for a folder, in which MLflow keeps no runs any more.
     """
+    check_server(uri)
     parts = urlsplit(uri)
     scheme = parts.scheme.partition("+")[0]
     if uri == RECORD_OFF:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.record.redaction import without_uri_secrets
 from lockstep.spec.fields import Checkpoint
-from lockstep.spec.locations import RECORD_OFF, absolute, tracking_uri
+from lockstep.spec.locations import RECORD_OFF, absolute, unchecked_uri
 
 
 def resume_command(run_id: str, uri: str, folder: str) -> str:
@@ -19,7 +19,7 @@ def resume_command(run_id: str, uri: str, folder: str) -> str:
     import yaml
 
     words = ["lockstep", "resume", run_id]
-    if uri != tracking_uri(None):
+    if uri != unchecked_uri(None):
         words += ["--uri", without_uri_secrets(uri)]
     if (runs_folder := _folder_to_name(uri, folder)) is not None:
         words.append(

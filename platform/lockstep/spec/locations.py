@@ -82,8 +82,35 @@ def absolute_weights(weights: str) -> str:
 
 
 def tracking_uri(uri: str | None) -> str:
-    """The tracking URI, absolute: `uri`, else MLFLOW_TRACKING_URI, else a file in the working directory."""
+    """The tracking URI, absolute: `uri`, else MLFLOW_TRACKING_URI, else a file in the working directory. SpecError for what can be no URI."""
+    named = unchecked_uri(uri)
+    check_server(named)
+    return named
+
+
+def unchecked_uri(uri: str | None) -> str:
+    """The same, whatever it is: for what a message says of it, and for a report."""
     return _absolute_uri(uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
+
+
+def check_server(uri: str) -> None:
+    """SpecError for a URI whose host or port can be none."""
+    before, at, after = uri.rpartition("@")
+    without_user = f"{before.partition('://')[0]}://***@{after}" if at else uri  # who may have a password
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise problems.RECORD_NO_URI(got=without_user, reason="its host cannot be understood") from error
+    if parts.scheme not in {"http", "https"}:  # a password of a database may have what would end a host
+        return
+    try:
+        is_port = parts.port != 0
+    except ValueError:
+        is_port = False
+    if not is_port:
+        raise problems.RECORD_NO_URI(got=without_user, reason="its port is no number from 1 to 65535")
+    if not parts.hostname:
+        raise problems.RECORD_NO_URI(got=without_user, reason="it names no host")
 
 
 def _absolute_uri(uri: str) -> str:

@@ -95,6 +95,15 @@ RECORD_FOLDER = Problem(
     advice="a path; `checkpoint.storage` may be an object store",
 )
 
+RECORD_NO_URI = Problem(
+    "spec.record_no_uri",
+    SpecError,
+    "record.uri: got {got!r}, which is no URI of a store: {reason}",
+    "wanted one such as http://host:5000, sqlite:///mlflow.db, or off",
+    cause="a server whose host or port can be none, in the spec, with `--uri` or in `MLFLOW_TRACKING_URI`",
+    advice="a host, and a port from 1 to 65535",
+)
+
 NO_HOME = Problem(
     "spec.no_home",
     SpecError,

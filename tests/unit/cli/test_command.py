@@ -112,6 +112,16 @@ def test_the_command_that_is_printed_finds_the_run_again(
     assert default == f"lockstep resume {result.run_id} --uri off"
 
 
+def test_a_variable_that_names_no_store_takes_nothing_from_a_run_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://x:99999999")
+    assert (
+        resume_command("0" * 32, "http://y:5000", "/runs/0")
+        == f"lockstep resume {'0' * 32} --uri http://y:5000"
+    )
+
+
 @pytest.mark.parametrize("in_environment", [False, True])
 def test_no_password_of_a_store_is_printed(monkeypatch: pytest.MonkeyPatch, in_environment: bool) -> None:
     """What a command prints is kept in logs, and what a notebook shows in its file."""

@@ -29,6 +29,7 @@ from lockstep.record.mirror.sync import spec_of
 from lockstep.record.opening import no_fetch
 from lockstep.record.recorder import Recorder
 from lockstep.spec.loading import load_spec
+from lockstep.spec.problems import RECORD_NO_URI
 from tests.raised import raises
 
 ID = "0123456789abcdef" * 2
@@ -64,6 +65,8 @@ def test_a_run_that_a_store_does_not_have() -> None:
         ("/data/mlruns", problems.FOLDER_URI),
         ("sqlite:////data/%41.db", problems.ODD_PATH),
         ("sqlite:////data/?x/a.db", problems.ODD_PATH),
+        ("http://[::1", RECORD_NO_URI),
+        ("http://x:99999999", RECORD_NO_URI),
     ],
 )
 def test_a_uri_that_names_no_store(uri: str, problem: Problem[LockstepError]) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import quote, unquote, urlsplit
 from lockstep.errors import RecordError
 from lockstep.record import problems
 from lockstep.record.redaction import without_uri_secrets
+from lockstep.spec.locations import check_server
 
 _START = "start it, name another with --uri, or set record.uri=off"
 _NAME = "or name another with --uri"
@@ -53,8 +54,10 @@ def refused(uri: str, reason: str, kind: type[RecordError]) -> RecordError:
 def check_uri(uri: str) -> None:
     """Check what the URI names, and change nothing.
 
-    SpecError for a folder, in which MLflow no longer stores runs, and as `database_path`; RecordError for a file that is not an intact SQLite database.
+    SpecError for what can be no URI, for a folder, in which MLflow no longer stores runs, and as `database_path`; RecordError for a file that is not
+    an intact SQLite database.
     """
+    check_server(uri)
     scheme = urlsplit(uri).scheme
     if (scheme == "file" or uri.startswith("/")) and not _folders_allowed():
         raise problems.FOLDER_URI(got=uri)
