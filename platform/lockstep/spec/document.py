@@ -6,7 +6,7 @@ Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lockstep.errors import closest
 from lockstep.parsing import MOST_YAML_BYTES, BoundedLoader, yaml_value
 from lockstep.paths import read_bounded
 from lockstep.spec import problems
-from lockstep.spec.messages import shown
+from lockstep.spec.messages import key_shown, shown
 
 ONE_VALUE = {"determinism": "mode", "sharding": "mode"}
 """Sections that may be written as the value of one of their fields."""
@@ -25,6 +25,8 @@ COUNTS = ("length", "evaluate.every", "evaluate.sets.every", "checkpoint.every")
 """Sections that have one of epochs, steps and seconds, also below the `spec` of a sweep; those of a set without its name."""
 
 _SET = re.compile(r"^evaluate\.sets\.[^.]+")
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class _Loader(BoundedLoader):
@@ -89,6 +91,23 @@ def read_document(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise problems.NO_MAPPING(file=path, got=shown(document))
     return document
+
+
+def check_text(document: Mapping[str, Any]) -> None:
+    """SpecError for a text or a key, anywhere in a document, that no file and no store can hold: half of a character's two in UTF-16 alone."""
+    left: list[tuple[tuple[Any, ...], Any]] = [((), document)]
+    seen = set[int]()
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str):
+            if half := _HALF.search(value):
+                field = ".".join(map(key_shown, path))
+                raise problems.HALF_CHARACTER(field=field, got=shown(value), half=ascii(half[0])[1:-1])
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            inner = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+            keys = [((*path, key), key) for key, _ in inner if isinstance(key, str)]
+            left += [*(((*path, key), content) for key, content in reversed(inner)), *reversed(keys)]
 
 
 def override(document: dict[str, Any], overrides: Iterable[str]) -> None:

@@ -49,7 +49,7 @@ def _first(
     unknown = [f for f in findings if f["type"] in _UNKNOWN and _path(f, document) not in places]
     first = (unknown or known)[0]
     path = _path(first, document)
-    field = ".".join([*filter(None, [within]), *map(_key, path)])
+    field = ".".join([*filter(None, [within]), *map(key_shown, path)])
     match first["type"]:
         case "extra_forbidden":
             return field, f"{field}: unknown key{_known_keys(model, path, first['loc'], field)}"
@@ -79,7 +79,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
-def _key(part: int | str) -> str:
+def key_shown(part: int | str) -> str:
     """A key as it is written, or quoted and cut short if it is no word of a line."""
     text = str(part)
     return text if text.isprintable() and len(text) <= 80 else shown(text)

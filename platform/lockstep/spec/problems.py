@@ -84,6 +84,15 @@ NO_FIELDS = Problem(
     advice="set the field itself",
 )
 
+HALF_CHARACTER = Problem(
+    "spec.half_character",
+    SpecError,
+    "{field}: got {got}, in which {half} is half a character, that no file and no store can hold",
+    "write the character itself",
+    cause="a text or a key with an escape such as `\\ud83d`, which is one of the two halves of a character in UTF-16, or the name of a file or folder that is not in UTF-8",
+    advice="the character itself, or `\\U` with its eight digits; another name for the file or folder",
+)
+
 # --- places --------------------------------------------------------------------------------------------------
 
 RECORD_FOLDER = Problem(

@@ -26,7 +26,7 @@ from pydantic import (
 
 from lockstep.errors import SpecError, nearest
 from lockstep.spec import problems
-from lockstep.spec.document import override, put, read_document
+from lockstep.spec.document import check_text, override, put, read_document
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.messages import FieldError, refusal, shown
@@ -332,6 +332,7 @@ def load_sweep(
         if path.stem not in {"train", "spec"}:
             document["spec"].setdefault("name", path.stem)
     override(document, overrides)
+    check_text(document)
     base = None
     if isinstance(document.get("spec"), dict):
         base = load_spec(document["spec"], uri=uri)
