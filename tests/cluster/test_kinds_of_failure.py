@@ -127,11 +127,11 @@ def test_a_disk_that_fails_before_the_first_step_is_tried_again(tmp_path: Path) 
     assert second["why"] == "finished"
 
 
-def flipped(folder: Path, workers: int, **changes: Any) -> dict[str, Any]:
-    """Eight steps, saved after each fourth; a bit of rank 1's weights flips after the fifth."""
+def flipped(folder: Path, workers: int, *, after: int = 5, **changes: Any) -> dict[str, Any]:
+    """Eight steps, saved and compared after each fourth; a bit of rank 1's weights flips after step `after`, and its gradients are wrong from then on."""
     job = {
         "use": "tests.cluster.broken_jobs:FlippedBit",
-        "params": {"width": 4, "file": str(folder / "flipped")},
+        "params": {"width": 4, "file": str(folder / "flipped"), "step": after},
     }
     return spec(folder, job=job, length={"steps": 8}, workers={"min": workers, "max": workers}, **changes)
 
@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_told_and_its_steps_are_taken_again(tmp_path: Path) -> 
 @pytest.mark.exact  # a minute
 @pytest.mark.usefixtures("cluster")
 def test_of_two_workers_the_second_attempt_tells_which_was_wrong(tmp_path: Path) -> None:
-    result = train(flipped(tmp_path, 2))
+    result = train(flipped(tmp_path, 2, after=8))
     first, second = accounts(result)
     assert "which is wrong cannot be told from these alone: rank 0" in first["why"]
     (told,) = second["corrupted"]
@@ -165,7 +165,7 @@ def test_of_two_workers_the_second_attempt_tells_which_was_wrong(tmp_path: Path)
     assert "than when these steps were taken again" in told
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "flipped").touch()
-    whole = train(flipped(tmp_path / "whole", 1), local=True)
+    whole = train(flipped(tmp_path / "whole", 1, after=8), local=True)
     assert result.weights_digest == whole.weights_digest
     assert columns(result) == columns(whole)
 

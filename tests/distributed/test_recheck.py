@@ -22,7 +22,7 @@ from lockstep.training.step.forward_backward import ForwardBackward
 from tests.distributed import test_same_bits
 from tests.distributed.flipped_jobs import flip
 from tests.distributed.pool import Pool
-from tests.distributed.test_drift import Attempted, attempted, document
+from tests.distributed.test_drift import Attempted, attempted, check_settled, document
 from tests.distributed.training import Document, train
 
 
@@ -155,6 +155,19 @@ def test_of_honest_ones_nobody_is_named(pool: Pool, tmp_path: Path, seed: int) -
 def test_of_two_the_one_that_contradicts_itself_is_named(pool: Pool, tmp_path: Path) -> None:
     (told,) = pool.run(2, lying, seeded(tmp_path, 3), 1, 3, 0.5)[0].corrupted
     assert (told.wrong, told.how) == ((1,), "repetition")
+
+
+def test_other_weights_are_told_as_such(pool: Pool, tmp_path: Path) -> None:
+    """They flip where nothing compares them, and give other gradients; the steps that are taken again tell whose they were."""
+    until = tmp_path / "flipped"
+    given = rechecked(1.0, document(tmp_path, step=5, norm="none", own_optimizer=False, until=str(until)))
+    given |= {"schedule": {"name": "cosine"}}
+    given["checkpoint"] |= {"every": {"steps": 4}}
+    first = pool.run(2, attempted, given, AttemptOrigin())[0]
+    (told,) = first.corrupted
+    assert (first.code, told.quantity, told.how) == (problems.OTHER_BITS.code, "weights", "undecided")
+    until.touch()
+    check_settled(pool, tmp_path, given, told, wrong=1, workers=2)
 
 
 def test_of_two_that_both_repeat_themselves_both_are_named(pool: Pool, tmp_path: Path) -> None:

@@ -283,7 +283,15 @@ class Corrupted:
 
         Of one whose digests are not known only is known that it or the other one was wrong.
         """
-        others = tuple(worker.rank for worker in self.workers if worker.digests and worker.digests != right)
+        known = [worker.digests for worker in self.workers if worker.digests]
+        # Within a step all have learning rates that they had not at the end of the one before.
+        unlike = [i for i, values in enumerate(zip(*known, strict=False)) if len({*values}) > 1]
+        compared = unlike or range(len(right))
+        others = tuple(
+            worker.rank
+            for worker in self.workers
+            if worker.digests and any(worker.digests[i] != right[i] for i in compared)
+        )
         unknown = tuple(worker.rank for worker in self.workers if not worker.digests)
         if len(others) + len(unknown) < len(self.workers):
             return others or unknown

@@ -153,7 +153,11 @@ class Recheck:
     def _disagreed(
         self, position: Position, m: int, digests: tuple[tuple[int, int], tuple[int, int]]
     ) -> LockstepError:
-        """Ask a third worker or, if there is none, those two once more. If it gives other bits each time, what the job keeps is the cause."""
+        """Ask a third worker or, if there is none, those two once more. If it gives other bits each time, what the job keeps is the cause.
+
+        CorruptionError, of their states, where these differ: other weights give other gradients.
+        """
+        self._agreement.check()
         if (error := self._kept_by_job(position, m)) is not None:
             return error
         digests_by_rank: dict[int, list[int]] = {}

@@ -117,9 +117,9 @@ class FSDPCalls(FSDPModule):
         self._state._pre_backward(None)
 
     def _end(self) -> None:
-        for group in self._state._fsdp_param_groups:
-            if group._training_state.name == _IN_BACKWARD:
-                group.post_backward()
+        group = self._state._fsdp_param_group
+        if group is not None and group._training_state.name == _IN_BACKWARD:
+            group.post_backward()
 
     def _get_fsdp_state(self) -> Any:
         return self._state
