@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import ray
-from tests.unit.checks.test_health import SOUND
+from tests.unit.checks.test_machine_health import SOUND
 
 from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.mailbox import Mailbox, RunStatus
