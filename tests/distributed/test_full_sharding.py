@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep.checkpoint.snapshot as snapshot
@@ -1320,6 +1321,74 @@ class HasHeads(Kind):
         return Heads()
 
 
+class Passing(nn.Module):
+    """A block that returns its context as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x) * context), context
+
+
+class Chain(nn.Module):
+    """Blocks one after the other; with `recomputed` each backward computes their forward again."""
+
+    def __init__(self, recomputed: bool | None) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.into, self.context = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.blocks = nn.ModuleList(Passing() for _ in range(5))
+        self.head = nn.Linear(FEATURES, kinds_of_jobs.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context, x = torch.tanh(self.context(x)), self.into(x)
+        for block in self.blocks:
+            if self.recomputed is None or not self.training:
+                x, context = block(x, context)
+            else:
+                x, context = checkpoint(block, x, context, use_reentrant=self.recomputed)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class PassesAContext(Kind):
+    def model(self) -> nn.Module:
+        return Chain(None)
+
+
+class RecomputesByHooks(Kind):
+    def model(self) -> nn.Module:
+        return Chain(False)
+
+
+class RecomputesWithin(Kind):
+    def model(self) -> nn.Module:
+        return Chain(True)
+
+
+class PenalisesRecomputed(kinds_of_jobs.GradientPenalty):
+    """Its blocks, the first of which is given the samples themselves, are computed again in each of its backwards."""
+
+    def model(self) -> nn.Module:
+        return Recomputed(Normed(), Normed(), nn.Linear(FEATURES, kinds_of_jobs.CLASSES))
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("kind", [PassesAContext, RecomputesByHooks, RecomputesWithin, PenalisesRecomputed])
+def test_units_that_pass_an_input_on_or_are_recomputed(pool: Pool, kind: type[Kind]) -> None:
+    document = kinds_of_jobs.document(kind, rehearsal="off")
+    (wanted,) = train_every([document])
+    for (got,) in pool.run(2, train_every, [full(document)]):
+        assert got[:-1] == wanted[:-1]
+
+
 def most_in_backward(document: Document) -> int:
     """The most units whose backward had begun and not ended, that of the micro-batch before among them: its oldest ends without a word."""
     begin, end, under_way, most = FSDPCalls._begin, FSDPCalls._end, set[int](), [0]
@@ -1335,11 +1404,15 @@ def most_in_backward(document: Document) -> int:
 
     with mock.patch.multiple(FSDPCalls, _begin=noted_begin, _end=noted_end):
         train_every([document])
+    assert len(most) > 1
     return max(most)
 
 
-def test_units_that_share_an_input_are_let_go_of_one_by_one(pool: Pool) -> None:
-    assert pool.run(2, most_in_backward, full(kinds_of_jobs.document(HasHeads, rehearsal="off"))) == [2, 2]
+@pytest.mark.parametrize("kind", [HasHeads, PassesAContext, RecomputesByHooks, RecomputesWithin])
+def test_units_are_let_go_of_one_by_one(pool: Pool, kind: type[Kind]) -> None:
+    """Also those that share an input, or return it as it is, and those whose forward a backward computes again."""
+    for most in pool.run(2, most_in_backward, full(kinds_of_jobs.document(kind, rehearsal="off"))):
+        assert most <= 2
 
 
 class Shifted(nn.Linear):

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import ray
-from tests.unit.checks.test_machine_health import SOUND
 
 from lockstep.attempts import first_placement, storage_retries, supervisor
 from lockstep.attempts.mailbox import Mailbox, RunStatus
@@ -57,6 +56,7 @@ from lockstep.record.ledger.goodput import spent_text
 from lockstep.record.problems import NOT_RECORDED
 from tests.raised import raises
 from tests.unit.attempts.supervised import RUN_ID, Script, Supervised, Workers
+from tests.unit.checks.test_machine_health import SOUND
 from tests.unit.record.rows import corrupted, step_row
 
 

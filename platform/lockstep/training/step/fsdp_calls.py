@@ -37,6 +37,10 @@ class FSDPCalls(FSDPModule):
         self._inputs: tuple[Any, Any] = (), {}
         self._of_leaves: list[Any] = []
         """Hooks of the newest inputs that no module has made, which last as long as these do."""
+        self._first_node = 0
+        """The number that torch gave the first node of the newest forward."""
+        self._again = False
+        """Whether the newest backward can be differentiated: the unit stays gathered to its end."""
         # An instance may refuse to be copied as torch's class does: a copy would share the hooks, and the shards.
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
 
@@ -47,15 +51,29 @@ class FSDPCalls(FSDPModule):
         what all blocks of a decoder attend to, that function's backward adds up what the unit alone gives for it: a sum in other brackets, with other
         bits. And torch makes views of what the function returns, whose strides may differ in a dimension of one element.
         """
-        module = self.module
+        module, state = self.module, self._state
         self._begun = begun
         hooks: Any = module._forward_pre_hooks
         of_fsdp = next(iter(hooks))  # it goes before those of the job
         module.register_forward_pre_hook(self._return_inputs, prepend=True, with_kwargs=True)
         hooks.move_to_end(of_fsdp, last=False)
         module.register_forward_pre_hook(self._keep_inputs, prepend=True, with_kwargs=True)
-        # Before FSDP's own, which gathers: what is done goes first.
         module.register_forward_hook(self._follow_outputs, prepend=True)
+        # FSDP would begin the unit's backward also at an input that the unit returns as it is, long after its end.
+        follow_transformed = state._register_pre_backward_hook
+        state._register_pre_backward_hook = lambda output: (
+            follow_transformed(output) if torch._C._are_functorch_transforms_active() else output
+        )
+
+    def release(self) -> None:
+        """Let go of the newest inputs. Call it when FSDP is taken off the module."""
+        self._take_off_leaves()
+        self._inputs = (), {}
+
+    def _take_off_leaves(self) -> None:
+        for handle in self._of_leaves:
+            handle.remove()
+        self._of_leaves = []
 
     def _keep_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._inputs = args, kwargs
@@ -63,62 +81,84 @@ class FSDPCalls(FSDPModule):
 
     def _return_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         (args, kwargs), self._inputs = self._inputs, ((), {})
-        for handle in self._of_leaves:
-            handle.remove()
-        self._of_leaves = []
-        if self._is_followed():
+        if not _in_backward():  # what is recomputed keeps its place in the order
             self._number = next(_NUMBERS)
+        if self._is_followed():
+            self._take_off_leaves()
+            self._again = False
+            nodes = set[Any]()
             for tensor in _tensors((args, kwargs)):
                 if tensor.requires_grad:
                     hook: Any = tensor.register_hook(self._gather_for_another)  # type: ignore[no-untyped-call]
                     self._of_leaves += [hook] if tensor.is_leaf else []
+                    nodes |= {tensor.grad_fn} - {None}
+            if nodes:
+                # Before the newest node that made an input, all that the unit made are done.
+                max(nodes, key=_number_of_node).register_prehook(self._finish)
+        self._first_node = _next_node()
         return args, kwargs
 
     def _is_followed(self) -> bool:
-        """Whether a forward is one that a backward follows, and no recomputation within a backward."""
+        """Whether a forward is one that a backward follows, and no recomputation within the unit's backward."""
         return torch.is_grad_enabled() and self._state._training_state.name != _IN_BACKWARD
 
     def _gather_for_another(self, gradient: Tensor) -> None:
         """Have the unit gathered again before another backward goes through the one that gives this gradient (`create_graph`): it reads the parameters."""
         if gradient.grad_fn is not None:
+            self._again = True
             gradient.register_hook(self._gather)  # type: ignore[no-untyped-call]
 
     def _follow_outputs(self, module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Have the unit's backward begin at any tensor that its forward left; FSDP sees what it returns.
+        """Have the unit's backward begin at any tensor that its forward made and left, in what it returns or in attributes.
 
         A mixture of experts leaves its losses in attributes: their backward would read parameters that have no memory, and the process would crash. And an
         in-place sum on a view that was returned, as of a residual, would drop a tensor's hook.
         """
         if not self._is_followed():
             return
-        for tensor in _with_graph([output]):
-            tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
+        for tensor in _tensors(output):
+            if self._has_made(tensor):
+                tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
             base = tensor._base
-            if base is not None and base.grad_fn is not None:
+            if base is not None and self._has_made(base):
                 # A write to the view leaves this node in the graph.
-                base.grad_fn.register_prehook(self._begin)
+                base.grad_fn.register_prehook(self._begin)  # type: ignore[union-attr]
         for part in module.modules():
             for tensor in _with_graph(vars(part).values()):
-                # Anew after each forward: what is written into a tensor has another node, which has no hook.
-                tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
+                if self._has_made(tensor):
+                    # Anew after each forward: what is written into a tensor has another node, which has no hook.
+                    tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
+
+    def _has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor comes from the newest forward, and is not one that the unit was given."""
+        node = tensor.grad_fn
+        return node is not None and _number_of_node(node) >= self._first_node
 
     def _begin(self, _gradients: Any) -> None:
         """Begin the unit's backward: let go of the units that were computed after it, and gather it.
 
-        A backward takes what a forward made from the newest to the oldest: those units are done. Of what no unit precedes FSDP lets go at the end.
+        A backward takes what a forward made from the newest to the oldest: those units are done.
         """
-        while self._begun and self._begun[-1]._number > self._number:
-            self._begun.pop()._end()
+        self._end_from(self._number + 1)
         if not self._begun or self._begun[-1] is not self:
             self._begun.append(self)
         self._gather(None)
+
+    def _finish(self, _gradients: Any) -> None:
+        self._end_from(self._number)
+
+    def _end_from(self, number: int) -> None:
+        """Let go of the units of this number and above whose backward has begun. Of what is left FSDP lets go at the end of a backward."""
+        while self._begun and self._begun[-1]._number >= number:
+            self._begun.pop()._end()
 
     def _gather(self, _gradients: Any) -> None:
         self._state._pre_backward(None)
 
     def _end(self) -> None:
         group = self._state._fsdp_param_group
-        if group is not None and group._training_state.name == _IN_BACKWARD:
+        # Nodes of another backward may be numbered by another thread than those of the forward.
+        if not self._again and group is not None and group._training_state.name == _IN_BACKWARD:
             group.post_backward()
 
     def _get_fsdp_state(self) -> Any:
@@ -131,13 +171,26 @@ _IN_BACKWARD = "PRE_BACKWARD"
 """What FSDP calls the state of a module from the beginning of its backward to the end."""
 
 
-def _tensors(inputs: Any) -> Iterator[Tensor]:
-    """The tensors among a module's inputs, those in dataclasses too."""
-    for leaf in tree_leaves(inputs):
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _next_node() -> int:
+    """The number that torch gives the next node of a graph that this thread makes."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def _number_of_node(node: Any) -> int:
+    return int(node._sequence_nr())
+
+
+def _tensors(values: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors among the inputs or outputs of a module, those in dataclasses too."""
+    for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors(list(vars(leaf).values()) if hasattr(leaf, "__dict__") else [])
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and depth and hasattr(leaf, "__dict__"):
+            yield from _tensors(list(vars(leaf).values()), depth - 1)
 
 
 _MANY = 1024

@@ -198,6 +198,8 @@ class FullSharding:
             )
             for name, shard in self.shards.items()
         }
+        for module in self._modules:
+            module.release()
         undo(self.model, self._places, blank)
         self._modules, self._scatters, self._gathered = [], [], {}
         self._root = Root(nn.Module())
