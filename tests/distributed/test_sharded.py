@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep.checkpoint.snapshot as snapshot
-import lockstep.training.setup as setup
+import lockstep.training.initial_state as initial_state
 import lockstep.training.step.optimizer as optimizer
 from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
@@ -308,7 +308,7 @@ def short(threads: int) -> Document:
 
 
 def train_with_any_threads(document: Document) -> Trained:
-    with mock.patch.object(setup, "check_threads", lambda *_: None):
+    with mock.patch.object(initial_state, "check_threads", lambda *_: None):
         return train(document)
 
 
