@@ -27,13 +27,16 @@ def sync_whole(folder: Path, uri: str | None) -> Synced:
 
     def refuse(spec: Spec, journal: Journal) -> None:
         refuse_lost(
-            spec, folder, journal, [*check_folder(folder, journal, None, spec), *of_weights(folder, journal)]
+            spec,
+            folder,
+            journal,
+            [*check_folder(folder, journal, None, spec), *weight_differences(folder, journal)],
         )
 
     return sync(folder, uri, refuse=refuse)
 
 
-def of_weights(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
+def weight_differences(folder: Path, journal: Journal) -> Iterator[RecordDifference]:
     """In what the files of weights that are there are not those that the run ended with, by the digests of its journal."""
     end = end_of(journal.events)
     if not isinstance(end, Finished):
@@ -54,15 +57,15 @@ def refuse_lost(spec: Spec, folder: Path, journal: Journal, differences: Sequenc
 
 def _good_copy(spec: Spec, folder: Path, journal: Journal, name: str) -> str:
     """Where a copy of a file is that has the digests of the journal or of the seal, and what to do with it."""
-    place = f"in the place of {str(folder / name)!r}"
+    target = f"in the place of {str(folder / name)!r}"
     uri = spec.record.uri or RECORD_OFF
     if uri != RECORD_OFF:
         with tempfile.TemporaryDirectory() as download, suppress(LockstepError, OSError):
             find_files(uri, folder.name, (name.partition("/")[0],), Path(download, "nowhere"), Path(download))
             if _is_good(Path(download), folder, journal, name):
                 where = repr(without_uri_secrets(uri))
-                return f"the good copy is the artifact {name!r} of this run in {where}: put it {place}"
-    return f"no good copy is known: put one from a backup {place}"
+                return f"the good copy is the artifact {name!r} of this run in {where}: put it {target}"
+    return f"no good copy is known: put one from a backup {target}"
 
 
 def _is_good(download: Path, folder: Path, journal: Journal, name: str) -> bool:
@@ -71,5 +74,5 @@ def _is_good(download: Path, folder: Path, journal: Journal, name: str) -> bool:
         with (download / name).open("rb") as file:
             if sealed is not None:
                 return digest_of(file, None) == sealed
-        return name not in {wrong.what.partition(" ")[0] for wrong in of_weights(download, journal)}
+        return name not in {wrong.what.partition(" ")[0] for wrong in weight_differences(download, journal)}
     return False

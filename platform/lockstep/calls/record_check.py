@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.calls.lost_files import of_weights, refuse_lost
+from lockstep.calls.lost_files import refuse_lost, weight_differences
 from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.reader import load_newest, shared_files
 from lockstep.checkpoint.runs.run_folder import RunFolder
@@ -146,7 +146,7 @@ def _differences(
     in_store = store if isinstance(store, InStore) else None
     of_folder = list(check_folder(folder, journal, in_store if _is_off(spec) else None, spec))
     told = {*_names(of_folder), *(() if is_whole else (JOURNAL,))}
-    for check in (of_weights(folder, journal), check_seal(folder, spec, journal)):
+    for check in (weight_differences(folder, journal), check_seal(folder, spec, journal)):
         more = [difference for difference in check if not told & _names([difference])]
         of_folder += more
         told |= _names(more)

@@ -77,8 +77,8 @@ def check_own_order(
 ) -> None:
     """Refuse an order that is another one when it is asked for again. Raises JobError.
 
-    The orders of epochs 0 and 1 are asked for in turn, twice; of epoch 0 alone where one takes long. Where `elsewhere` calls in another process, that of epoch 1 is asked for
-    first, as by a run that is resumed there.
+    The orders of epochs 0 and 1 are asked for in turn, twice; of epoch 0 alone where one takes long. Where `elsewhere` calls in another process, that
+    of epoch 1 is asked for first, as by a run that is resumed there.
     """
 
     def asked(epoch: int) -> Order:

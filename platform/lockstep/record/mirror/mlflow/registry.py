@@ -143,9 +143,9 @@ def _version(
             return str(known.version)
 
     def delete_created() -> None:  # whatever became of the answer
-        for found in _versions(client, name, f" and run_id = '{run_id}'"):
+        for listed in _versions(client, name, f" and run_id = '{run_id}'"):
             # A search does not return aliases.
-            created = client.get_model_version(name, found.version)
+            created = client.get_model_version(name, listed.version)
             if created.tags.get(PENDING) == tags[PENDING] and not created.aliases:
                 client.delete_model_version(name, created.version)
 
