@@ -34,7 +34,8 @@ def agents(run: subprocess.Popen[str]) -> Iterator[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             started = psutil.Process(run.pid).children(recursive=True)
             for process in named("runtime_env/agent/main.py", among=started):
-                if process.pid not in seen and "raylet/raylet" not in process.cmdline()[0]:
+                program = process.cmdline()[:1]  # none while it is replaced by another
+                if process.pid not in seen and program and "raylet/raylet" not in program[0]:
                     seen.add(process.pid)
                     yield process
         time.sleep(0.02)
