@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
@@ -45,6 +46,7 @@ from lockstep.training.read_relay import PIECE
 from lockstep.training.state import TrainState
 from lockstep.training.step import problems
 from lockstep.training.step.fsdp_calls import FSDPCalls
+from lockstep.training.step.fsdp_modules import Root
 from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sample_rows import StepRows
 from lockstep.training.step.sharded_norm import ShardedNorm
@@ -1381,7 +1383,35 @@ class Recomputed(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("kind", [PassesAContext, RecomputesByHooks, RecomputesWithin, PenalisesRecomputed])
+@dataclass(slots=True)
+class Fields:
+    x: Tensor
+
+
+class Wraps(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Fields(torch.tanh(super().forward(x)))
+
+
+class Unwraps(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        *blocks, head = self
+        for block in blocks:
+            x = block(x).x
+        return head(x)  # type: ignore[no-any-return]
+
+
+class ReturnsFields(Kind):
+    """Its units return instances of a dataclass that have no `__dict__`."""
+
+    def model(self) -> nn.Module:
+        blocks = [Wraps(FEATURES, FEATURES) for _ in range(3)]
+        return Unwraps(*blocks, nn.Linear(FEATURES, kinds_of_jobs.CLASSES))
+
+
+@pytest.mark.parametrize(
+    "kind", [PassesAContext, RecomputesByHooks, RecomputesWithin, PenalisesRecomputed, ReturnsFields]
+)
 def test_units_that_pass_an_input_on_or_are_recomputed(pool: Pool, kind: type[Kind]) -> None:
     document = kinds_of_jobs.document(kind, rehearsal="off")
     (wanted,) = train_every([document])
@@ -1413,6 +1443,29 @@ def test_units_are_let_go_of_one_by_one(pool: Pool, kind: type[Kind]) -> None:
     """Also those that share an input, or return it as it is, and those whose forward a backward computes again."""
     for most in pool.run(2, most_in_backward, full(kinds_of_jobs.document(kind, rehearsal="off"))):
         assert most <= 2
+
+
+def outputs_in_dataclasses_alone(document: Document) -> int:
+    """How often the outermost FSDP module returned tensors for a backward where torch 2.11 does not look for them: its inner backwards would end FSDP's."""
+    forward, hidden, seen = Root.forward, [0], [0]
+
+    def noted(root: Root, call: Callable[[], Any]) -> Any:
+        output = forward(root, call)
+        learning = any(tensor.requires_grad for tensor in fsdp_calls._tensors(output))
+        hooked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        seen[0] += learning
+        hidden[0] += learning and not hooked
+        return output
+
+    with mock.patch.object(Root, "forward", noted):
+        train_every([document])
+    assert seen[0]
+    return hidden[0]
+
+
+def test_a_backward_begins_with_tensors_that_every_torch_finds(pool: Pool) -> None:
+    document = full(kinds_of_jobs.document(RecomputesWithin, rehearsal="off"))
+    assert pool.run(2, outputs_in_dataclasses_alone, document) == [0, 0]
 
 
 class Shifted(nn.Linear):

@@ -7,7 +7,7 @@ than with a whole model. FSDP itself finds its state by the module, so the class
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import count
 from typing import Any, NoReturn
@@ -189,8 +189,9 @@ def _tensors(values: Any, depth: int = 4) -> Iterator[Tensor]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type) and depth and hasattr(leaf, "__dict__"):
-            yield from _tensors(list(vars(leaf).values()), depth - 1)
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and depth:
+            of_fields = {entry.name: getattr(leaf, entry.name, None) for entry in fields(leaf)}
+            yield from _tensors(of_fields | getattr(leaf, "__dict__", {}), depth - 1)
 
 
 _MANY = 1024

@@ -28,7 +28,7 @@ from lockstep.training.step.full_sharding import FullSharding, advised
 from lockstep.training.step.loss_form import LossForm
 from lockstep.training.step.means import check_form, check_parts, number
 from lockstep.training.step.parameters import ParameterWatch, missing_gradient, written_parameter
-from lockstep.training.step.phase_step import LossModule
+from lockstep.training.step.phase_step import LossModule, ShardedLoss
 from lockstep.training.step.precision import Precision
 from lockstep.training.step.sparse_gradients import no_rows
 from lockstep.training.step.statistics import own_statistics, takes_statistics
@@ -232,7 +232,7 @@ def compute_sharded(
         sharding.begin_pass(range(workers), empty=False, last=True, observe=observe)
         with advised(), job_at(where):
             with precision.autocast():
-                loss = sharding.computed(lambda: module(batch))
+                loss = ShardedLoss(module, sharding)(batch)
             check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
             module.backward(loss.total)
         sharding.end_pass(f" ({where})")
