@@ -21,7 +21,7 @@ from lockstep.record.ledger.tables import Rows
 from lockstep.record.mirror.folder import run_in_folder, write_run
 from lockstep.record.mirror.mlflow import in_mlflow, stored_values
 from lockstep.record.mirror.stores import find_history, find_observations, find_run
-from lockstep.record.mirror.sync import refuse_strangers, require_journal, spec_of, sync
+from lockstep.record.mirror.sync import FOLDER, refuse_strangers, require_journal, spec_of, sync
 from lockstep.record.problems import RUN_JSON
 from lockstep.record.runs.record_differences import (
     COPIED,
@@ -44,6 +44,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordD
     SpecError where the folder has no journal, and with `repair` where the run was continued in another folder. RecordError where another process records the run or the store does not answer,
     and with `repair` where files are lost or changed of which nothing in the folder has the right content.
     """
+    folder = folder.absolute()  # the store is told of it
     require_journal(folder)
     spec = spec_of(folder, uri)
     problems: list[RecordDifference] = []
@@ -169,6 +170,10 @@ def _of_state(spec: Spec, folder: Path, journal: Journal, store: InStore) -> Ite
         return  # the spec.yaml, which is told by itself
     if not _is_off(spec):
         expected = State(stored_values("params", expected.params), stored_values("tags", expected.tags))
+    recorded_folder = store.state.tags.get(FOLDER)
+    if recorded_folder and (_is_off(spec) or Path(recorded_folder).resolve() == folder.resolve()):
+        # The run.json of a folder that was moved is still that of its run, and a path may have several names.
+        expected = expected._replace(tags={**expected.tags, FOLDER: recorded_folder})
     where, prefix = ("folder", "run.json ") if _is_off(spec) else ("store", "")
     for what in state_differences(store.state, expected, journal):
         yield RecordDifference(where, f"{prefix}{what}")

@@ -29,6 +29,7 @@ from lockstep.record.mirror.folder import run_in_folder
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.seal import SEAL, Sealed, broken, sealed_files
 from lockstep.record.mirror.stores import find_files
+from lockstep.record.redaction import redacted_fields
 from lockstep.record.runs.record_differences import check_folder, check_ledger
 from lockstep.record.runs.state_differences import is_placement, projected_state
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS
@@ -85,12 +86,16 @@ def told_of(run: RecordedRun, aside: Path) -> dict[str, Sequence[str]]:
     """What of a finished run's record is told and not proven, by the documents that it has; of one without a seal, whichever it may have."""
     if not run.ended:
         return {}  # nothing but its steps is compared
+    told = dict(TOLD)
     with suppress(OSError, ValueError):
         folder, sealed = documents_of(run, aside)
         if sealed is not None:
             names = [*sealed, *(["run.json"] if (folder / "run.json").exists() else [])]
-            return {name: fields for name, fields in TOLD.items() if any(fnmatch(n, name) for n in names)}
-    return dict(TOLD)
+            told = {name: fields for name, fields in TOLD.items() if any(fnmatch(n, name) for n in names)}
+    if hidden := redacted_fields(run.fields):
+        # The digest of the fields can be computed only with the secrets.
+        told["fields.json"] = (*hidden, "and with them the identity")
+    return told
 
 
 def documents_of(run: RecordedRun, aside: Path) -> tuple[Path, dict[str, Sealed] | None]:

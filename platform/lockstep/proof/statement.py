@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.job.identity import identity_digest
 from lockstep.job.inputs.imports import recorded_beside
 from lockstep.job.recorded_source import source_digest
 from lockstep.parsing import json_document, one_line
@@ -29,6 +28,7 @@ from lockstep.proof.summary_checks import (
     Disagreement,
     file_disagreements,
     files_beside,
+    identity_disagreement,
     lacking_digests,
     metric_disagreements,
     plan_of,
@@ -133,9 +133,8 @@ def disagreements(stated: Mapping[str, Any], recomputed: Mapping[str, Any]) -> I
 
 def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
     """In what a record contradicts itself: its identity and source against its fields, its rows, summary and weights against each other, its files against its seal and journal."""
-    identity = identity_digest(run.fields)
-    if identity != summary["identity"]:
-        yield Disagreement("identity", summary["identity"], identity)
+    if wrong := identity_disagreement(summary, run.fields):
+        yield wrong
     beside_digests = recorded_beside(run.fields)
     source = source_digest(
         {path: content for path, content in run.source.items() if path not in beside_digests}

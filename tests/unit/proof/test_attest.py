@@ -114,7 +114,20 @@ def test_an_honest_run_is_as_stated(recorded: Path, tmp_path: Path, keys: Keys, 
     assert found.same
     assert found.signature == ("good" if signed else "none")
     assert found.verified is not None and found.verified.steps == 4
+    assert "fields.json" not in found.verified.told
     assert checked(recorded, out).signature == ("not checked" if signed else "none")
+
+
+@pytest.mark.scenario
+def test_a_run_whose_params_have_a_secret_is_stated_and_its_identity_is_not_proven(tmp_path: Path) -> None:
+    job = {"use": "tests.unit.proof.verified_jobs:Small", "params": {"api_key": "sk-" + 40 * "a"}}
+    run = Path(train(document(tmp_path / "runs", job=job, rehearsal="off"), local=True).folder)
+    assert "aaaa" not in (run / "fields.json").read_text()
+    out = tmp_path / "run.intoto.json"
+    attested(run, out)
+    found = checked(run, out)
+    assert found.same and found.verified is not None
+    assert found.verified.told["fields.json"] == ("job.params.api_key", "and with them the identity")
 
 
 def test_the_spans_follow_from_the_seed(recorded: Path, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class Model(nn.Module):
 class Small(lockstep.Job):
     class Params(lockstep.Params):
         samples: int = 56
+        api_key: str = ""
 
     params: Params
 

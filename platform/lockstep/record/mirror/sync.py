@@ -24,7 +24,7 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import RECORD_OFF
 
-_FOLDER = "lockstep.folder"
+FOLDER = "lockstep.folder"
 """The tag of a run with the folder that it used."""
 
 
@@ -97,7 +97,7 @@ def _refuse_continued(folder: Path, journal: Journal, run: RunInfo) -> None:
     """
     opened = [event.process.get(PROCESS) for event in journal.events if isinstance(event, Opened)]
     other_process = run.tags.get(PROCESS) not in (None, *opened)
-    recorded_folder = Path(run.tags.get(_FOLDER, folder))
+    recorded_folder = Path(run.tags.get(FOLDER, folder))
     other_folder = recorded_folder.resolve() != folder.resolve()  # or this one was moved
     if not other_folder and lost_end(journal.events, run.status, run.tags.get(PROCESS)):
         return  # that is reported, and mended, by itself

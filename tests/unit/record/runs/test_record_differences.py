@@ -296,6 +296,30 @@ def test_an_end_after_steps_that_are_lost_everywhere_is_not_written_again(spec: 
     assert read_parquet(folder / "ledger.parquet") == ROWS[:19], "the table has more than the journal"
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_folder_that_is_named_otherwise_is_no_difference(
+    database: str, spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    uri = database if recorded else "off"
+    folder = finished(spec(uri), before=[STARTED], weights=True)
+    (tmp_path / "link").symlink_to(folder.parent)
+    assert check_record(tmp_path / "link" / folder.name, uri, repair=False) == []
+    monkeypatch.chdir(folder.parent)
+    assert check_record(Path(folder.name), uri, repair=False) == []
+    assert check_record(Path(folder.name), uri, repair=True) == []
+
+
+def test_a_folder_that_was_moved_has_another_name_in_a_store_alone(
+    database: str, spec: Specs, tmp_path: Path
+) -> None:
+    told = []
+    for uri in ("off", database):
+        folder = finished(spec(uri), before=[STARTED], weights=True)
+        moved = folder.rename(tmp_path / folder.name)
+        told.append([one.what for one in check_record(moved, uri, repair=False)])
+    assert told == [[], ["has another tag lockstep.folder"]]
+
+
 STARTED = Started(
     {"identity": "abc", "fields": {"seed": 1}, "plan": {"steps": 20}, "git": {"commit": "c0ffee"}}
 )
