@@ -14,6 +14,10 @@ RECORD_OFF = "off"
 """The value of `record.uri` that keeps a run out of MLflow."""
 
 
+_LONGEST_NAME = 255
+"""Bytes: more is refused by every file system of Linux."""
+
+
 def absolute(path: str) -> str:
     """A path from the root on; a URI stays as it is."""
     return path if "://" in path else str(_from_root(path))
@@ -21,9 +25,13 @@ def absolute(path: str) -> str:
 
 def _from_root(path: str) -> Path:
     try:
-        return Path(path).expanduser().absolute()
+        absolute_path = Path(path).expanduser().absolute()
     except RuntimeError as error:  # `~name` of a user who does not exist
         raise problems.NO_HOME(got=shown(path)) from error
+    longest = max(len(name.encode(errors="replace")) for name in absolute_path.parts)
+    if longest > _LONGEST_NAME:
+        raise problems.LONG_PATH(got=shown(path), bytes=longest)
+    return absolute_path
 
 
 def storage_location(location: str) -> str:

@@ -122,6 +122,15 @@ NO_HOME = Problem(
     advice="a path from the root on",
 )
 
+LONG_PATH = Problem(
+    "spec.long_path",
+    SpecError,
+    "path: got {got}, one of whose names has {bytes} bytes, and file systems take at most 255",
+    "shorten it",
+    cause="a folder or file whose name no file system takes",
+    advice="a shorter name",
+)
+
 STORAGE_EMPTY = Problem(
     "spec.storage_empty",
     SpecError,
