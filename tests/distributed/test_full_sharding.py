@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -660,9 +662,18 @@ def test_settings_that_need_a_whole_model_are_refused(more: Document, message: s
     assert str(refusal.value).startswith(message)
 
 
-def test_a_torch_without_the_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_sharding, "_CALLS", ("set_custom_reduce_scatter", "set_something_newer"))
-    with raises(problems.NO_FSDP, missing="set_something_newer"):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (FSDPModule, "set_custom_reduce_scatter"),
+        (FSDPState, "_register_pre_backward_hook"),
+        (torch.autograd.graph.Node, "_sequence_nr"),
+    ],
+)
+def test_a_torch_without_the_calls_is_refused(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    full_sharding.check_torch()
+    monkeypatch.delattr(owner, name)
+    with raises(problems.NO_FSDP, missing=name):
         full_sharding.check_torch()
 
 

@@ -64,13 +64,23 @@ _CALLS = (
 
 
 def check_torch() -> None:
-    """SpecError where this torch lacks a call of FSDP2 that full sharding needs."""
+    """SpecError where this torch lacks a call of FSDP2, or of its graphs, that full sharding needs."""
     try:
         from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     except ImportError:
         missing = "fully_shard"
     else:
-        missing = next((name for name in _CALLS if not hasattr(FSDPModule, name)), "")
+        needed: dict[Any, Sequence[str]] = {
+            FSDPModule: _CALLS,
+            FSDPState: ("_pre_backward", "_register_pre_backward_hook"),
+            torch._C: ("_current_graph_task_id",),
+            torch._C._autograd: ("_get_sequence_nr",),
+            torch.autograd.graph.Node: ("_sequence_nr",),
+        }
+        missing = next(
+            (name for owner, names in needed.items() for name in names if not hasattr(owner, name)), ""
+        )
     if missing:
         raise problems.NO_FSDP(got=torch.__version__, missing=missing)
 

@@ -518,9 +518,9 @@ ONLY_GATHERED = Problem(
 GRADIENT_WENT_ON = Problem(
     "step.sharding.gradient_went_on",
     JobError,
-    "parameter {name!r}: its gradient went on after that of its module was done ({where}), as where a gradient is differentiated again, and with sharding=full the rest would be lost",
+    "parameter {name!r}: a backward went on through its module after FSDP had reduced the module's gradients ({where}), and with sharding=full the rest would be lost",
     "set sharding=optimizer",
-    cause="with `sharding: full` the loss differentiates a gradient, as a gradient penalty does",
+    cause="with `sharding: full` a backward returns to a module that FSDP takes to be done",
     advice="`sharding=optimizer`",
 )
 

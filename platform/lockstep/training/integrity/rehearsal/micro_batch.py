@@ -235,7 +235,7 @@ def compute_sharded(
                 loss = ShardedLoss(module, sharding)(batch)
             check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
             module.backward(loss.total)
-        sharding.end_pass(f" ({where})")
+        sharding.end_pass(where)
         written, results = buffers.written(), _results(loss, {}, buffers)
         results |= {f"the gradient of {name!r}": digest for name, digest in digests.items()}
         with torch.no_grad(), precision.autocast():
