@@ -32,9 +32,9 @@ import lockstep.training.loop
 import lockstep.training.run_facts
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.checkpoint.tree_decoder import unpack
+from lockstep.communication.communicator_abort import KernelWaits
 from lockstep.communication.credentials import Secret
 from lockstep.communication.group import Group
-from lockstep.communication.kernels import KernelWaits
 from lockstep.communication.links import _Link
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event, Restored, tell_nobody

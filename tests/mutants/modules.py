@@ -37,7 +37,7 @@ COVERED = {
         "tests/distributed/test_own_orders.py",
     ],
     "training/step/fsdp_calls.py": ["tests/distributed/test_full_sharding.py"],
-    "communication/kernels.py": ["tests/distributed/test_kernels.py"],
+    "communication/communicator_abort.py": ["tests/distributed/test_communicator_abort.py"],
     "training/elastic/recovery.py": [
         "tests/unit/training/elastic/test_recovery.py",
         "tests/distributed/test_joining.py",

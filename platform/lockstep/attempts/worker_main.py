@@ -32,7 +32,7 @@ from lockstep.training.elastic.recovery import Seat, next_attempt
 from lockstep.training.elastic.rendezvous import RendezvousHandler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.loop import fit, join
-from lockstep.training.observe.out_of_memory import memory_watched
+from lockstep.training.observe.memory_snapshot import memory_watched
 
 
 class RankZeroRequests:

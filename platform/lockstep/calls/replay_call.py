@@ -16,7 +16,7 @@ from lockstep.proof.execution import Execution, handed
 from lockstep.proof.inspection import FILES, InspectionRequest
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
 from lockstep.proof.step_spans import span
-from lockstep.record.ledger.comparison import step_difference
+from lockstep.record.ledger.row_comparison import step_difference
 from lockstep.record.ledger.rows import StepRow
 from lockstep.spec.locations import tracking_uri
 

@@ -214,7 +214,7 @@ def compare(
     screen = _screen()  # before standard output leads to standard error
     with answered(json_, verbose) as answer:
         from lockstep.files import write_text
-        from lockstep.views.comparison import MOST, as_page, as_text, compared
+        from lockstep.views.run_comparison import MOST, as_page, as_text, compared
 
         ids = list(dict.fromkeys(runs))
         if not 2 <= len(ids) <= MOST:

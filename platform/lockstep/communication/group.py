@@ -20,6 +20,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store, _world
 
 from lockstep.communication import problems
+from lockstep.communication.communicator_abort import (
+    KernelWaits,
+    backend_of,
+    errors_left_alone,
+    has_kernels,
+    options_of,
+)
 from lockstep.communication.credentials import Secret
 from lockstep.communication.gloo_sockets import (
     Ends,
@@ -36,13 +43,6 @@ from lockstep.communication.gloo_sockets import (
     shut,
     still_open,
     take_away,
-)
-from lockstep.communication.kernels import (
-    KernelWaits,
-    backend_of,
-    errors_left_alone,
-    has_kernels,
-    options_of,
 )
 from lockstep.communication.links import DIRECT_BYTES, Links, Messages, linked
 from lockstep.communication.store import connect_store, serve_store

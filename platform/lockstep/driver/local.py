@@ -47,7 +47,7 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.observe.out_of_memory import memory_watched
+from lockstep.training.observe.memory_snapshot import memory_watched
 
 
 class RankRequests(NoRequests):

@@ -28,6 +28,7 @@ from lockstep.export.artifact import (
     files_of,
     sha256,
 )
+from lockstep.export.eager_comparison import Tolerance, compare
 from lockstep.export.example import Example, Inputs, slices
 from lockstep.export.formats import (
     ExportFormat,
@@ -40,7 +41,6 @@ from lockstep.export.formats import (
     named_outputs,
     write,
 )
-from lockstep.export.parity import Tolerance, compare
 from lockstep.files import flush, make_folder
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job

@@ -18,7 +18,7 @@ from lockstep.proof.operator_trace import Look, ObservedValue, parting
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed
 from lockstep.proof.summary_checks import plan_of
-from lockstep.record.ledger.comparison import Differing, Digest, differing_rows
+from lockstep.record.ledger.row_comparison import Differing, Digest, differing_rows
 from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 

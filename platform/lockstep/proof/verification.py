@@ -33,7 +33,7 @@ from lockstep.proof.summary_checks import (
     read_weights,
     same_in_json,
 )
-from lockstep.record.ledger.comparison import Digest, differing_rows
+from lockstep.record.ledger.row_comparison import Digest, differing_rows
 from lockstep.record.ledger.rows import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.auxiliary_state import beside_path, load_beside

@@ -14,7 +14,7 @@ from lockstep.training import problems
 from lockstep.training.deferred_model import DeferredModel, NotDeferredError
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity.rehearsal.child_process import can_fork
-from lockstep.training.integrity.rehearsal.layout import check_present
+from lockstep.training.integrity.rehearsal.memory_layout import check_present
 from lockstep.training.integrity.rehearsal.micro_batch import check_model
 from lockstep.training.integrity.rehearsal.step_rehearsal import FULL_BYTES
 from lockstep.training.module_modes import enter_training

@@ -15,10 +15,10 @@ from lockstep.errors import Problem
 from lockstep.export import artifact, problems
 from lockstep.export.arrays import check_outputs, inputs_of, write
 from lockstep.export.artifact import Value
+from lockstep.export.eager_comparison import Tolerance, compare
 from lockstep.export.example import Example, example_of
 from lockstep.export.exporting import _artifact_outputs, _value, aside_of
 from lockstep.export.formats import FORMATS, format_named, loaded
-from lockstep.export.parity import Tolerance, compare
 from lockstep.export.prediction import predicted
 from tests.raised import raises
 

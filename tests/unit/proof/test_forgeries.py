@@ -98,7 +98,7 @@ CODE: dict[str, str] = {
         "{HOW}", "{'_differences': lambda *a: iter(()), '_checkpoint_differences': lambda *a: [], '_compare': lambda *a: None}"
     ),
     "the comparison of rows is replaced": (
-        "import lockstep.proof.verification as v, lockstep.record.ledger.comparison as c\n"
+        "import lockstep.proof.verification as v, lockstep.record.ledger.row_comparison as c\n"
         "v.differing = c.differing = lambda *a: iter(())\nv.Verified.same = c.same_row = property(lambda s: True)"
     ),
     "the judge's module is another one": (
@@ -106,7 +106,7 @@ CODE: dict[str, str] = {
         "    sys.modules[name] = types.ModuleType(name)"
     ),
     "numbers and digests are equal to all others": (
-        "import lockstep.record.events.union as e, lockstep.record.ledger.comparison as c\n"
+        "import lockstep.record.events.union as e, lockstep.record.ledger.row_comparison as c\n"
         "e.StepRow.__eq__ = e.Digests.__eq__ = lambda a, b: True\nc.Digest.__eq__ = lambda a, b: True\nc._bits = lambda v: 0"
     ),
     "json and struct are replaced": (
@@ -287,7 +287,7 @@ def test_outside_a_sandbox_a_job_can_read_its_answers_as_the_page_says(forger: F
 PATCH = "import builtins\nbuiltins.FORGED = True\n"
 SHADOWS = {
     "lockstep": {"lockstep/__init__.py": PATCH, "lockstep/proof/__init__.py": "", "lockstep/proof/verification.py": PATCH},
-    "lockstep module": {"lockstep/record/ledger/comparison.py": "def differing(*a): return iter(())\n" + PATCH},
+    "lockstep module": {"lockstep/record/ledger/row_comparison.py": "def differing(*a): return iter(())\n" + PATCH},
     "json": {"json.py": PATCH + "def loads(*a, **k): return {}\n"},
     "struct": {"struct.py": PATCH},
     "colorsys, which nobody has imported yet": {"colorsys.py": PATCH},

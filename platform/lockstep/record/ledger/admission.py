@@ -33,8 +33,8 @@ from lockstep.record.events.union import (
     Warned,
 )
 from lockstep.record.git_state import git_state
-from lockstep.record.ledger.comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.journal import Journal
+from lockstep.record.ledger.row_comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.ledger.segments import check, steps_in
 from lockstep.record.redaction import redacted, redacted_document

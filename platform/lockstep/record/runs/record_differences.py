@@ -14,9 +14,9 @@ from lockstep.paths import read_beneath
 from lockstep.record.events.metrics import OF_TIME, Point, points_of
 from lockstep.record.events.union import Corrupted, Finished, Mended, Opened
 from lockstep.record.ledger import tables
-from lockstep.record.ledger.comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.journal import Damage, Journal
 from lockstep.record.ledger.journal_end import PROCESS, end_of, lost_end, status_of
+from lockstep.record.ledger.row_comparison import evaluation_difference, same_row, step_difference
 from lockstep.record.ledger.rows import EvaluationRow, Observation, StepRow
 from lockstep.record.mirror.projection import Projection
 from lockstep.record.mirror.run_files import Content, as_written

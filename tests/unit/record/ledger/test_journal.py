@@ -15,9 +15,9 @@ import pytest
 
 from lockstep.record import problems
 from lockstep.record.events.union import Delivered, Mended, Opened, Recorded, Started
-from lockstep.record.ledger.comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.journal import Journal, newest_checkpoint, newest_step
 from lockstep.record.ledger.journal_file import NAME
+from lockstep.record.ledger.row_comparison import evaluation_difference, step_difference
 from lockstep.record.ledger.rows import Digests
 from tests.raised import raises
 from tests.unit.record.rows import corrupted, evaluation_row, step_row

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.files import replacing
 from lockstep.record import problems
-from lockstep.record.ledger.comparison import step_difference
+from lockstep.record.ledger.row_comparison import step_difference
 from lockstep.record.ledger.rows import Digests, EvaluationRow, StepRow
 from lockstep.record.ledger.tables import (
     DETERMINISTIC,

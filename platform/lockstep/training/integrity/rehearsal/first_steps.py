@@ -21,7 +21,7 @@ from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all, update_key
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.rehearsal.layout import check_listed
+from lockstep.training.integrity.rehearsal.memory_layout import check_listed
 from lockstep.training.integrity.rehearsal.micro_batch import compute
 from lockstep.training.integrity.rehearsal.names_of_objects import HOOKS, memory_of, named
 from lockstep.training.integrity.rehearsal.object_state import Memory, tensor_digest

@@ -20,7 +20,7 @@ from lockstep.randomness import rehearsal_key, seed_all
 from lockstep.training import problems
 from lockstep.training.failure import job_at
 from lockstep.training.integrity import problems as integrity_problems
-from lockstep.training.integrity.rehearsal.layout import check_layout, check_listed
+from lockstep.training.integrity.rehearsal.memory_layout import check_layout, check_listed
 from lockstep.training.integrity.rehearsal.object_state import tensor_digest
 from lockstep.training.observe.memory_owners import activation_bytes
 from lockstep.training.step.buffers import KeptBuffers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.record.ledger.comparison import differing
+from lockstep.record.ledger.row_comparison import differing
 from lockstep.record.ledger.rows import StepRow
 from lockstep.training.integrity.rehearsal.names_of_objects import memory_of
 from lockstep.training.integrity.rehearsal.object_state import Memory

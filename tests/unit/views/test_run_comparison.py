@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.views import problems
-from lockstep.views.comparison import Comparison, as_page, as_text, compared
 from lockstep.views.curves import Curves, curves_of
+from lockstep.views.run_comparison import Comparison, as_page, as_text, compared
 from lockstep.views.terminal_curves import Screen, Series
 from tests.in_process import here
 from tests.raised import raises

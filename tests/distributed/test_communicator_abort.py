@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.communication import kernels
+from lockstep.communication.communicator_abort import KernelWaits, errors_left_alone
 from lockstep.communication.group import Group
-from lockstep.communication.kernels import KernelWaits, errors_left_alone
 from lockstep.spec.loading import load_spec
 from lockstep.training.elastic.recovery import can_recover
 from lockstep.training.step.optimizer_step import Stepper
@@ -120,7 +119,7 @@ def test_a_communicator_is_aborted_once_by_whoever_comes_first() -> None:
 
 
 def test_a_communicator_that_does_not_let_go_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ABORT_S", 0.05)
+    monkeypatch.setattr(communicator_abort, "ABORT_S", 0.05)
     stuck: list[bool] = []
     KernelWaits(_Channel(60.0), CPU, lambda: stuck.append(True)).end()
     assert stuck == [True]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.tree import NAMES
 from lockstep.training.integrity import problems
-from lockstep.training.integrity.rehearsal.layout import check_layout, check_present
+from lockstep.training.integrity.rehearsal.memory_layout import check_layout, check_present
 from lockstep.training.integrity.rehearsal.micro_batch import check_model
 from tests.raised import raises
 

@@ -28,10 +28,9 @@ from lockstep.record.events.union import Document, Event, Finished, Warned
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
-from lockstep.training.observe import out_of_memory
 from lockstep.training.observe.memory_limits import Limit, group_limits, killing_limits
 from lockstep.training.observe.memory_owners import Holdings, activation_bytes, holdings, saved_by
-from lockstep.training.observe.out_of_memory import asked_bytes, memory_watched
+from lockstep.training.observe.memory_snapshot import asked_bytes, memory_watched
 from tests.memory_jobs import DEPTH, WIDTH, control_group, enter
 
 ROOT = Path(__file__).parents[4]
@@ -80,8 +79,8 @@ def test_a_snapshot_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is taken while the run trains, at a limit that is always near, and none: the same weights."""
     plain = trained(document())
     assert not snapshots(plain)
-    monkeypatch.setattr(out_of_memory, "killing_limits", lambda: [Limit("a limit", 95, 100)])
-    monkeypatch.setattr(out_of_memory, "EVERY_S", 0.002)
+    monkeypatch.setattr(memory_snapshot, "killing_limits", lambda: [Limit("a limit", 95, 100)])
+    monkeypatch.setattr(memory_snapshot, "EVERY_S", 0.002)
     watched = trained(document())
     (snapshot,) = snapshots(watched)
     assert any(isinstance(event, Warned) and "memory: " in event.text for event in watched)
@@ -153,8 +152,8 @@ def test_activations_are_what_the_graph_keeps() -> None:
 
 @pytest.mark.scenario
 def test_a_tensor_that_the_job_keeps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "killing_limits", lambda: [Limit("a limit", 95 if _KEPT else 0, 100)])
-    monkeypatch.setattr(out_of_memory, "EVERY_S", 0.002)
+    monkeypatch.setattr(memory_snapshot, "killing_limits", lambda: [Limit("a limit", 95 if _KEPT else 0, 100)])
+    monkeypatch.setattr(memory_snapshot, "EVERY_S", 0.002)
     _KEPT.clear()
     _KEPT.append(torch.ones(16 * MB))
     (snapshot,) = snapshots(trained(document()))
