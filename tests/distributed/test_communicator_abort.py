@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.communication import communicator_abort
 from lockstep.communication.communicator_abort import KernelWaits, errors_left_alone
 from lockstep.communication.group import Group
 from lockstep.spec.loading import load_spec

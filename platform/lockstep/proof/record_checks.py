@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, first_line
-from lockstep.job.identity import DELAY, deciding_sections
+from lockstep.job.identity import DELAY, deciding_sections, forked_step
 from lockstep.parsing import MOST_BYTES, json_document
 from lockstep.paths import read_beneath
 from lockstep.proof.recorded_run import RecordedRun
@@ -32,7 +32,7 @@ from lockstep.record.mirror.stores import find_files
 from lockstep.record.redaction import redacted_fields
 from lockstep.record.runs.record_differences import check_folder, check_ledger
 from lockstep.record.runs.state_differences import is_placement, projected_state
-from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS
+from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.id_ranges import described
 from lockstep.spec.locations import RECORD_OFF
 
@@ -92,10 +92,21 @@ def told_of(run: RecordedRun, aside: Path) -> dict[str, Sequence[str]]:
         if sealed is not None:
             names = [*sealed, *(["run.json"] if (folder / "run.json").exists() else [])]
             told = {name: fields for name, fields in TOLD.items() if any(fnmatch(n, name) for n in names)}
+    if origin := [name for name, given in _origin(run.spec) if given is not None]:
+        # The identity has the digest of what lay there.
+        told["spec.yaml"] = (*told.get("spec.yaml", ()), *origin)
     if hidden := redacted_fields(run.fields):
         # The digest of the fields can be computed only with the secrets.
         told["fields.json"] = (*hidden, "and with them the identity")
     return told
+
+
+def _origin(spec: Spec) -> Iterator[tuple[str, str | None]]:
+    """Where a run's first state was taken from, by the names of the fields."""
+    yield "initial_weights", spec.initial_weights
+    if spec.fork is not None:
+        yield "fork.run", spec.fork.run
+        yield "fork.storage", spec.fork.storage
 
 
 def documents_of(run: RecordedRun, aside: Path) -> tuple[Path, dict[str, Sealed] | None]:
@@ -186,6 +197,7 @@ def _of_spec(run: RecordedRun, folder: Path) -> Iterator[Disagreement]:
     for name, tree in deciding_sections(run.spec).items():
         if name not in _FROM_ELSEWHERE and run.fields and run.fields.get(name, tree) != tree:
             yield Disagreement(f"spec.yaml: {name}", tree, run.fields.get(name))
+    yield from _of_fork(run)
     for document, expected in {"seeds.json": _seeds(run), "without.json": [_left_out(run)]}.items():
         if (recorded := _document(folder, document)) not in expected:
             yield Disagreement(document, recorded, expected[0])
@@ -193,6 +205,17 @@ def _of_spec(run: RecordedRun, folder: Path) -> Iterator[Disagreement]:
     for name, field in _OF_IDENTITY.items():
         if field in run.fields and environment.get(name) != run.fields[field]:
             yield Disagreement(f"environment.json: {name}", environment.get(name), run.fields[field])
+
+
+def _of_fork(run: RecordedRun) -> Iterator[Disagreement]:
+    """In what the spec says otherwise than the identity from where a fork goes on."""
+    parent = str(run.fields.get("fork") or "")
+    fork, step = run.spec.fork, forked_step(run.fields)
+    stated = (fork is not None, fork is not None and fork.exact)
+    if run.fields and stated != (bool(parent), parent.endswith(" exact")):
+        yield Disagreement("spec.yaml: fork", fork and fork.model_dump(), parent)
+    elif fork is not None and fork.step not in (None, step or fork.step):
+        yield Disagreement("spec.yaml: fork.step", fork.step, step)
 
 
 def _seeds(run: RecordedRun) -> list[dict[str, str]]:

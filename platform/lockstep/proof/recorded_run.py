@@ -79,7 +79,7 @@ class RecordedRun:
     def forked_at(self) -> int:
         """The step of another run from which it goes on; 0 for a run with a beginning of its own."""
         fork = self.spec.fork
-        return 0 if fork is None else fork.step or forked_step(self.fields) or min(self.steps) - 1
+        return 0 if fork is None else forked_step(self.fields) or fork.step or min(self.steps) - 1
 
     @property
     def last_step(self) -> int:

@@ -30,6 +30,7 @@ from lockstep.errors import Problem
 from lockstep.job.identity import identity_digest
 from lockstep.plan import Plan
 from lockstep.proof import problems
+from lockstep.proof.record_checks import _of_fork, told_of
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.verification import Verified, _result_differences
 from lockstep.record.mirror.seal import seal
@@ -731,3 +732,22 @@ def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
     newest = whole.spec.model_copy(update={"fork": Fork(run=recorded.name)})
     cut = replace(whole, spec=newest, steps={step: row for step, row in whole.steps.items() if step > 6})
     assert (whole.forked_at, cut.forked_at) == (4, 4), "also where the spec names no step, and rows are lost"
+    told = verified(run, all_steps=True).told["spec.yaml"]
+    assert "fork.run" in told and "fork.storage" not in told and "initial_weights" not in told
+    for forged in (fork | {"step": 3}, fork | {"exact": True}):
+        as_forged = whole.spec.model_copy(update={"fork": Fork(**forged)})
+        (wrong,) = _of_fork(replace(whole, spec=as_forged))
+        assert wrong.what.startswith("spec.yaml: fork")
+    assert list(_of_fork(whole)) == []
+    spec_file = run / "spec.yaml"
+    spec_file.write_text(spec_file.read_text().replace("step: 4", "step: 3"))
+    sealed_again(run)
+    found = verified(run, from_step=11)
+    assert found.first_difference is not None and found.first_difference.quantity == "spec.yaml: fork.step"
+
+
+def test_weights_that_a_run_began_with_are_told(recorded: Path, tmp_path: Path) -> None:
+    whole = recorded_run(recorded.name, "off", recorded.parent)
+    begun = whole.spec.model_copy(update={"initial_weights": "/some/weights.safetensors"})
+    assert "initial_weights" in told_of(replace(whole, spec=begun), tmp_path)["spec.yaml"]
+    assert "initial_weights" not in told_of(whole, tmp_path)["spec.yaml"]

@@ -28,6 +28,7 @@ from lockstep.record.events.union import Document, Event, Finished, Warned
 from lockstep.spec.loading import load_spec
 from lockstep.training.driver_requests import NoRequests
 from lockstep.training.loop import fit
+from lockstep.training.observe import memory_snapshot
 from lockstep.training.observe.memory_limits import Limit, group_limits, killing_limits
 from lockstep.training.observe.memory_owners import Holdings, activation_bytes, holdings, saved_by
 from lockstep.training.observe.memory_snapshot import asked_bytes, memory_watched
@@ -152,7 +153,9 @@ def test_activations_are_what_the_graph_keeps() -> None:
 
 @pytest.mark.scenario
 def test_a_tensor_that_the_job_keeps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_snapshot, "killing_limits", lambda: [Limit("a limit", 95 if _KEPT else 0, 100)])
+    monkeypatch.setattr(
+        memory_snapshot, "killing_limits", lambda: [Limit("a limit", 95 if _KEPT else 0, 100)]
+    )
     monkeypatch.setattr(memory_snapshot, "EVERY_S", 0.002)
     _KEPT.clear()
     _KEPT.append(torch.ones(16 * MB))
