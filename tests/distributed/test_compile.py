@@ -7,6 +7,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +24,7 @@ from lockstep.record.events.union import Document as Text
 from lockstep.record.events.union import Event
 from lockstep.record.ledger.tables import read_parquet, write_parquet
 from lockstep.training.step import compiled, problems
-from lockstep.training.step.compiled import CompiledLoss, CompiledLosses
+from lockstep.training.step.compiled import CompiledLoss, CompiledLosses, identity_of_compiler
 from tests.distributed import kinds as document_kinds
 from tests.distributed import training
 from tests.distributed.kinds import document as document_of_kind
@@ -274,6 +276,44 @@ def test_a_loss_that_would_be_compiled_again_and_again_is_refused() -> None:
         for _ in range(4):
             loss(nn.Linear(2, 2), torch.ones(3, 2))
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_an_environment_in_which_nothing_is_compiled_is_refused(name: str) -> None:
+    """It would compute eager, with other bits and, where the first micro-batch has the same ones, under the identity of compiled runs."""
+    run = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        "jobs/digits/train.yaml",
+        "--local",
+        "compile=true",
+        "record.uri=off",
+    ]
+    done = subprocess.run(
+        run,
+        env={**os.environ, name: "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert str(problems.COMPILE_DISABLED(got=name)) in done.stderr
+
+
+def test_settings_of_the_compiler_are_in_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import config
+
+    losses = CompiledLosses("strict", torch.device("cpu"))
+    plain = identity_of_compiler(losses)
+    monkeypatch.chdir("/")
+    with config.patch(verbose=True, debug_dir_root="/elsewhere"):
+        assert identity_of_compiler(losses) == plain
+    with config.patch(numpy_default_float="float32"):
+        assert identity_of_compiler(losses) | {"compile.dynamo": plain["compile.dynamo"]} == plain
+        assert identity_of_compiler(losses) != plain
 
 
 class Recomputing(document_kinds.Dropouts):

@@ -21,7 +21,7 @@ from lockstep.training.job_data import (
 from lockstep.training.planning import updates_of
 from lockstep.training.state import TrainState
 from lockstep.training.step.closures import check_closures
-from lockstep.training.step.compiled import CompiledLosses
+from lockstep.training.step.compiled import CompiledLosses, check_enabled
 from lockstep.training.step.compiled_units import check_units_apart, compile_units
 from lockstep.training.step.full_sharding import check_torch
 from lockstep.training.step.job_weights import JobWeights
@@ -95,9 +95,10 @@ def make_state(
 
 
 def _compiled(spec: Spec, model: torch.nn.Module, device: torch.device) -> CompiledLosses | None:
-    """What compiles the losses, or the units of the model that the spec names. SpecError where these would be gathered in part."""
+    """What compiles the losses, or the units of the model that the spec names. SpecError where these would be gathered in part, and where torch compiles nothing."""
     if not spec.compile:
         return None
+    check_enabled()
     names: list[str] = []
     if isinstance(spec.compile, CompiledUnits):
         names = compile_units(model, spec.compile.units)

@@ -61,6 +61,11 @@ _DYNAMO: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,  # a fall back to eager would make the bits depend on earlier micro-batches
     "suppress_errors": False,
 }
+_DYNAMO_ONLY_TELLS = {
+    "base_dir", "cprofile", "debug_dir_root", "dynamo_profiler", "log_file_name", "pt2_compile_id_prefix", "replay_record_enabled",
+    "repro_after", "repro_forward_only", "repro_ignore_non_fp", "repro_level", "verbose",
+}  # fmt: skip
+"""Settings of dynamo that say where something is, or what is logged: no bit depends on them."""
 
 _FARTHEST: dict[str, float] = {"fp32": 0.01, "bf16": 0.05, "fp16": 0.05}
 """By the precision: the largest norm of the difference between a compiled gradient and the eager one, relative to that of the eager one.
@@ -274,19 +279,39 @@ def shapes_of(batch: Any) -> tuple[str, ...]:
     return tuple(shapes)
 
 
+def check_enabled() -> None:
+    """SpecError where the environment has `torch.compile` return functions as they are: what should be compiled would be computed eager, with other bits."""
+    from torch._dynamo import config
+
+    for name, disabled in (
+        ("TORCH_COMPILE_DISABLE", config.disable),
+        ("TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE") == "1"),
+    ):
+        if disabled:
+            raise problems.COMPILE_DISABLED(got=name)
+
+
 def identity_of_compiler(losses: CompiledLosses) -> dict[str, str]:
-    """For the identity: the settings of inductor and of autograd's compiler as digests, the C++ compiler with its version, and the vector instructions it may use.
+    """For the identity: the settings of dynamo, inductor and autograd's compiler as digests, the C++ compiler with its version, and the vector instructions it may use.
 
     On CUDA also the compiler of kernels.
     """
+    from torch._dynamo import config as dynamo
     from torch._functorch import config as autograd
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     with config.patch(losses.options):
         digest = _digest(config.save_config_portable())
+    with dynamo.patch(_DYNAMO):
+        settings = {
+            name: value
+            for name, value in dynamo.save_config_portable().items()
+            if name not in _DYNAMO_ONLY_TELLS and isinstance(value, bool | int | float | str | None)
+        }
     vectors = pick_vec_isa()
     return {
+        "compile.dynamo": _digest(settings),
         "compile.inductor": digest,
         "compile.autograd": _digest(autograd.save_config_portable()),
         "compile.compiler": cpp_compiler(),

@@ -856,6 +856,15 @@ UNIT_INSIDE = Problem(
     advice="units that are compiled, or that have them inside; or `compile.units`",
 )
 
+COMPILE_DISABLED = Problem(
+    "step.compile.disabled",
+    SpecError,
+    "compile: got true, and {got} of the environment has torch compile nothing",
+    "unset it, or set compile=false",
+    cause="`TORCH_COMPILE_DISABLE` or `TORCHDYNAMO_DISABLE`, with which torch returns functions as they are",
+    advice="unset it, or `compile=false`",
+)
+
 NOT_COMPILED = Problem(
     "step.compile.refused",
     JobError,
