@@ -110,12 +110,12 @@ class CausalLM(Pretrained):
             tokens = torch.cat([first, second], 1)
             return self._logits(model, {"tokens": tokens, "documents": documents, "positions": positions})
 
+        def alone(document: Tensor) -> Tensor:
+            order = torch.arange(document.shape[1]).unsqueeze(0)
+            return self._logits(model, {"tokens": document, "documents": document * 0, "positions": order})
+
         tokens = torch.arange(2 * size).unsqueeze(0) % len(self.tokenizer)
-        single_document = {
-            "tokens": tokens,
-            "documents": tokens * 0,
-            "positions": torch.arange(2 * size).unsqueeze(0),
-        }
+        first, second = tokens[:, :size], tokens[:, size:]
 
         model.eval()  # it is put into training mode before it trains
         with torch.no_grad():
@@ -125,18 +125,23 @@ class CausalLM(Pretrained):
                 return
             try:
                 leaks = _sees(packed(zeros, zeros), packed(ones, zeros), slice(size, None))
+                moved = _difference(packed(first, second)[:, size:], alone(second))
                 with _short_windows(model, self.params.length):
-                    plain_logits, masked_logits = (
-                        model(input_ids=tokens).logits,
-                        self._logits(model, single_document),
-                    )
+                    difference = _difference(alone(tokens), model(input_ids=tokens).logits)
             except (TypeError, ValueError, RuntimeError, LookupError) as error:
                 raise problems.NO_MASKS(model=type(model).__name__, got=first_line(error)) from error
         if leaks:
             raise problems.MASKS_UNUSED(model=type(model).__name__)
-        difference = float((masked_logits - plain_logits).abs().max())
-        if not difference <= ROUNDING * float(plain_logits.abs().max()):
-            raise problems.MASKS_DIFFER(model=type(model).__name__, got=f"{difference:.3g}")
+        if moved:
+            raise problems.POSITIONS_UNUSED(model=type(model).__name__, got=moved)
+        if difference:
+            raise problems.MASKS_DIFFER(model=type(model).__name__, got=difference)
+
+
+def _difference(logits: Tensor, expected: Tensor) -> str:
+    """How far logits are from those expected, for a message; empty where rounding explains it."""
+    difference = float((logits - expected).abs().max())
+    return "" if difference <= ROUNDING * float(expected.abs().max()) else f"{difference:.3g}"
 
 
 def _sees(original: Tensor, changed: Tensor, where: slice) -> bool:

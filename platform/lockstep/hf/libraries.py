@@ -25,6 +25,14 @@ def transformers() -> Any:
     return transformers
 
 
+def wrong_field() -> type[Exception]:
+    """What transformers raises for a field of a config whose value is of another type than the field."""
+    transformers()
+    from huggingface_hub.errors import StrictDataclassError
+
+    return StrictDataclassError
+
+
 def peft() -> Any:
     """The module. SpecError where it is not installed."""
     transformers()

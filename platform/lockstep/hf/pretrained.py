@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.errors import first_line, nearest
 from lockstep.hf import problems
 from lockstep.hf.adapters import Lora, with_adapters
-from lockstep.hf.libraries import peft, transformers, versions
+from lockstep.hf.libraries import peft, transformers, versions, wrong_field
 from lockstep.hf.tokens import Tokenizer
 from lockstep.job.interface import Job, Params, Placement
 
@@ -84,7 +84,7 @@ class Pretrained(Job):
     """The weights of the model that `path` does not have: they begin with random values."""
 
     def model(self) -> nn.Module:
-        p, library = self.params, transformers()
+        p = self.params
         config, auto = self._config(), getattr(library, self.AUTO_MODEL)
         try:
             if p.path is None:
@@ -163,15 +163,14 @@ class Pretrained(Job):
 
     def _config(self) -> Any:
         """The model's config. A new one takes what it does not say of the vocabulary from the tokenizer."""
-        p, library = self.params, transformers()
+        p = self.params
         try:
             if p.config is not None:
-                arguments = {**self._vocabulary_fields(), **self._task_fields(), **p.config}
-                config = library.AutoConfig.for_model(**arguments)
+                config = self._new_config(p.config)
                 _check_fields(config, p.config, "")
                 return config
             return self._read_config(**self._task_fields())
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, wrong_field()) as error:
             param = "config" if p.path is None else "path"
             hint = (
                 ""
@@ -179,6 +178,16 @@ class Pretrained(Job):
                 else "; wanted a folder as of save_pretrained: nothing is fetched from a hub"
             )
             raise problems.PARAM_REFUSED(param=param, got=first_line(error), hint=hint) from error
+
+    def _new_config(self, given: Mapping[str, Any]) -> Any:
+        """A config of the fields `given`. Raises what transformers does."""
+        make = transformers().AutoConfig.for_model
+        vocabulary = self._vocabulary_fields()
+        try:
+            return make(**{**vocabulary, **self._task_fields(), **given})
+        except wrong_field():  # of some kinds no token may be missing, as the tokenizer's may
+            stated = {name: value for name, value in vocabulary.items() if value is not None}
+            return make(**{**stated, **self._task_fields(), **given})
 
     def _read_config(self, **changed: Any) -> Any:
         """The config in `path`, with other fields where there are some. Raises what transformers does, SpecError where the folder has adapters."""

@@ -33,6 +33,15 @@ MASKS_UNUSED = Problem(
     advice="`across_documents: true`",
 )
 
+POSITIONS_UNUSED = Problem(
+    "hf.positions_unused",
+    SpecError,
+    "job.params.across_documents: {model} does not look at positions, so a document behind another one would begin at a later position: its logits differ by {got} from those that it has alone",
+    "set it to true",
+    cause="a model that counts positions from the beginning of a row, with packed documents",
+    advice="`across_documents: true`",
+)
+
 MASKS_DIFFER = Problem(
     "hf.masks_differ",
     SpecError,

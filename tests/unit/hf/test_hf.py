@@ -790,6 +790,34 @@ def test_a_model_that_passes_masks_over_is_refused(folder: Path, monkeypatch: py
         job.model()
 
 
+def test_a_model_that_passes_positions_over_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count those of a document from the beginning of its row, as kinds like Bart do."""
+    job = load_job("lockstep.hf:CausalLM", language_model(folder)["job"]["params"])
+    model_of = transformers().GPT2LMHeadModel
+    forward = model_of.forward
+
+    def without_positions(self: Any, *args: Any, position_ids: Any = None, **more: Any) -> Any:
+        return forward(self, *args, **more)
+
+    job.model()
+    monkeypatch.setattr(model_of, "forward", without_positions)
+    with raises(problems.POSITIONS_UNUSED, model="GPT2LMHeadModel"):
+        job.model()
+
+
+def test_a_config_takes_a_tokenizer_without_a_token_that_its_kind_has(folder: Path) -> None:
+    config = {
+        "model_type": "modernbert-decoder", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    job: Any = load_job("lockstep.hf:CausalLM", language_model(folder, config)["job"]["params"])
+    assert job.tokenizer.wrapped.bos_token_id is None
+    job.model()
+    wrong = language_model(folder, config | {"hidden_size": "16"})["job"]["params"]
+    with raises(problems.PARAM_REFUSED, param="config", got=re.compile("hidden_size")):
+        load_job("lockstep.hf:CausalLM", wrong).model()
+
+
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with raises(problems.LIBRARY_MISSING, name="transformers"):
