@@ -84,7 +84,7 @@ class Pretrained(Job):
     """The weights of the model that `path` does not have: they begin with random values."""
 
     def model(self) -> nn.Module:
-        p = self.params
+        p, library = self.params, transformers()
         config, auto = self._config(), getattr(library, self.AUTO_MODEL)
         try:
             if p.path is None:
