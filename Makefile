@@ -18,7 +18,7 @@ BOUNDED = $(TESTS) -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=t
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos soak bench gpu mutants newest-ray lock sbom audit clean
+.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos soak bench gpu mutants newest-ray oldest-torch lock sbom audit clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -124,6 +124,15 @@ newest-ray:  ## a small run with the newest Ray that installs, through its priva
 	  LOCKSTEP_PUBLIC_RAY=$$public $(NEWEST)/bin/lockstep train jobs/digits/train.yaml --address local length.epochs=1 \
 	    record.uri=off checkpoint.storage=$(NEWEST)/runs || exit 1; \
 	done
+
+OLDEST := .venv-oldest-torch
+
+# The newest of that minor version; away from its own index it comes with CUDA packages.
+oldest-torch:  ## the tests of the step with the oldest torch that is admitted (gigabytes, half an hour)
+	$(PYTHON) -m venv $(OLDEST)
+	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt "torch==2.11.*" --editable ".[jobs,test]"
+	$(OLDEST)/bin/python -m pytest -q -n 2 tests/distributed tests/unit/training tests/unit/checkpoint
 
 # What a failed start leaves is taken away again: the next one would think that it is there. Debian has venv in a package of its own, python3-venv.
 $(VENV)/bin/python:
