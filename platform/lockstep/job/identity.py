@@ -25,6 +25,9 @@ from lockstep.spec.id_ranges import described
 PARAM = "job.params."
 """How the field of a param begins; its name follows."""
 
+VARIABLE = "variable."
+"""How the field of an environment variable begins that the job reads; its name follows."""
+
 _ORIGIN = ("initial_weights", "fork")
 """Where a run's first state comes from: no part of its identity, which has the digest of what lies there."""
 

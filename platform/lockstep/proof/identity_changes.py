@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lockstep.job.identity import differences, shown
+from lockstep.job.identity import VARIABLE, differences, shown
 
 UNTOLD = "no field of the identity differs: look for a change to the record, an operator that is not deterministic, or a machine that computes wrong results"
 """What is said of a difference that nothing in the identity explains."""
@@ -43,7 +43,7 @@ def causes(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[Caus
     shared = recorded.keys() & current
     # One alone has read the others so far: of those nothing is known to differ.
     comparable = [
-        {name: tree for name, tree in fields.items() if name in shared or not name.startswith("variable.")}
+        {name: tree for name, tree in fields.items() if name in shared or not name.startswith(VARIABLE)}
         for fields in (recorded, current)
     ]
     differing = [Cause(*difference) for difference in differences(*comparable)]

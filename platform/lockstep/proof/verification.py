@@ -18,6 +18,7 @@ import torch
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.runs.run_folder import Replay
+from lockstep.job.identity import VARIABLE
 from lockstep.job.inputs.external_facts import changed_facts
 from lockstep.proof.identity_changes import UNTOLD, Cause, causes
 from lockstep.proof.record_checks import record_disagreements, told_of, weights_folders
@@ -181,6 +182,7 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
     """
     answer = Verified(run.run_id, ended=bool(run.ended), told=told_of(run, aside))
     folders, why = weights_folders(run, aside) if run.ended else ([], "")
+    unread = {name for name in run.fields if name.startswith(VARIABLE)}
     if lacking := _lacking_weights(run.summary, folders):
         answer.uncompared = f"{lacking}: {why or 'neither its folder nor its store has this file'}"
     for span in spans:
@@ -198,8 +200,12 @@ def verify(run: RecordedRun, spans: Sequence[Span], take: Take, aside: Path) -> 
         if led_to is not None:
             replayed = with_own_digests(replayed, run.last_step, led_to)
         _compare(run, span, replayed, folders, aside, answer)
+        unread -= replayed.fields.keys()
         if answer.first_difference is not None:
             return answer
+    if answer.told and unread:  # of these nothing was read when its steps were taken again
+        of_fields = (*answer.told.get("fields.json", ()), *sorted(unread))
+        answer.told = {**answer.told, "fields.json": of_fields}
     wrong = next(record_disagreements(run, aside), None)
     if wrong is not None:  # last, for most of what was changed is told better by the steps
         answer.first_difference = FirstDifference(run.last_step, None, *wrong)

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.checkpoint.manifest import Facts
 from lockstep.communication.group import Group
 from lockstep.files import as_text
-from lockstep.job.identity import Difference, differences, identity_digest, shown
+from lockstep.job.identity import VARIABLE, Difference, differences, identity_digest, shown
 from lockstep.job.inputs.external_facts import (
     FILE,
     MOVED,
@@ -42,9 +42,6 @@ from lockstep.record.redaction import redacted_variables
 from lockstep.spec.fields import Spec
 from lockstep.training import problems
 from lockstep.training.external_inputs import LaterFacts
-
-VARIABLE = "variable."
-"""How the field of a variable begins that the job reads; its name follows."""
 
 _LONGEST = 200
 """Characters. A longer value is told by its digest."""

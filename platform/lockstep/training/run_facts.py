@@ -19,6 +19,7 @@ from lockstep.job.identity import (
     DELAY,
     FIRST_MICRO_BATCH,
     PARAM,
+    VARIABLE,
     differences,
     identity_digest,
     identity_fields,
@@ -38,7 +39,7 @@ from lockstep.training.determinism import numerics_probe, numpy_probe
 from lockstep.training.evaluation.held_out_sets import EvaluationSets
 from lockstep.training.external_inputs import external_inputs_of
 from lockstep.training.failure import as_lockstep_error, job_at
-from lockstep.training.identity_inputs import VARIABLE, places_here, variables_read
+from lockstep.training.identity_inputs import places_here, variables_read
 from lockstep.training.job_data import JobData, dataset_size, shown_label
 from lockstep.training.step.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.step.phases import own_phases

@@ -27,7 +27,7 @@ from lockstep.calls.verify import verify
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import Problem
-from lockstep.job.identity import identity_digest
+from lockstep.job.identity import VARIABLE, identity_digest
 from lockstep.plan import Plan
 from lockstep.proof import problems
 from lockstep.proof.record_checks import _of_fork, told_of
@@ -744,6 +744,20 @@ def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
     sealed_again(run)
     found = verified(run, from_step=11)
     assert found.first_difference is not None and found.first_difference.quantity == "spec.yaml: fork.step"
+
+
+def test_a_variable_that_nothing_reads_is_told(recorded: Path, tmp_path: Path) -> None:
+    """Whoever adds one gives a run another identity."""
+    run = Path(shutil.copytree(recorded, tmp_path / recorded.name))
+    assert "fields.json" not in verified(run).told
+    fields = json.loads((run / "fields.json").read_text()) | {f"{VARIABLE}CORPUS": "/data"}
+    (run / "fields.json").write_text(json.dumps(fields))
+    summary = json.loads((run / "summary.json").read_text()) | {"identity": identity_digest(fields)}
+    (run / "summary.json").write_text(json.dumps(summary))
+    sealed_again(run)
+    found = verified(run)
+    assert found.same
+    assert found.told["fields.json"] == (f"{VARIABLE}CORPUS",)
 
 
 def test_weights_that_a_run_began_with_are_told(recorded: Path, tmp_path: Path) -> None:
