@@ -14,6 +14,8 @@ RAY_SETTINGS = {
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     "RAY_raylet_client_num_connect_attempts": "200",
     "RAY_raylet_start_wait_time_s": "120",  # on a busy machine a node does not start in 30 s, the default
+    # A process that has not come by then is given up, and the next one begins anew: with 60 s, the default, none ever comes on a busy machine.
+    "RAY_worker_register_timeout_seconds": "300",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so relative paths in a job mean the same in a worker
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

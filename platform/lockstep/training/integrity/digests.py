@@ -201,8 +201,11 @@ def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
                 (whole if is_on_all else parts).append(digester.summed(path, value))
             else:
                 (lines if is_on_all else lines_of_parts).append(f"{path}={_text(value)}")
-        groups = {"param_groups": member.groups_as_saved()}
-        lines += [f"{above}{path}={_text(value)}" for path, value in leaves(groups)]
+        for path, value in leaves({"param_groups": member.groups_as_saved()}):
+            if isinstance(value, Tensor):  # such as a rate
+                whole.append(digester.summed(f"{above}{path}", value))
+            else:
+                lines.append(f"{above}{path}={_text(value)}")
     of_parts, of_whole = resolved([parts, whole])
     every: list[tuple[int, list[str]]] = group.gather((of_parts, lines_of_parts))
     lines += [line for _, some in every for line in some]

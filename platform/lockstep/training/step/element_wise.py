@@ -6,6 +6,7 @@ few hundred numbers, whole and in two parts.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -123,7 +124,7 @@ def _updated(optimizer: torch.optim.Optimizer, lengths: list[int]) -> _Tried:
     parameters = [nn.Parameter(part.clone()) for part in torch.split(row, lengths)]
     gradients = torch.randn(_STEPS, _ELEMENTS)
     settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    tried = over(optimizer, [{**settings, "params": parameters}])
+    tried = over(optimizer, [{**copy.deepcopy(settings), "params": parameters}])
     before = _numbers(tried)
 
     def evaluate(step: int) -> Tensor:
@@ -139,15 +140,30 @@ def _updated(optimizer: torch.optim.Optimizer, lengths: list[int]) -> _Tried:
         else:
             tried.step()
     after = _numbers(tried)
-    changed = next((name for name in after if name in before and before[name] != after[name]), "")
+    changed = next((name for name in after if before.get(name) != after[name]), "")
     if not torch.equal(drawn, torch.get_rng_state()):
         changed = "the generator of random numbers"
     values = torch.cat([parameter.detach() for parameter in parameters])
     return _Tried(values, [dict(tried.state.get(parameter, {})) for parameter in parameters], changed)
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The plain values of its group, and of its own attributes."""
-    own = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
-    every = {**own, **{name: value for name, value in optimizer.param_groups[0].items() if name != "params"}}
-    return {name: value for name, value in every.items() if isinstance(value, bool | int | float | str)}
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The numbers and texts in its group, and in its own attributes, each as a text that tells values apart."""
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_") and name not in _OF_TORCH
+    }
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    return {
+        name: repr([_number(leaf) for leaf in tree_leaves(value)])
+        for name, value in {**own, **group}.items()
+        if not callable(value)
+    }
+
+
+def _number(leaf: Any) -> Any:
+    """A leaf of a value by its content; of an object that has none of these kinds nothing is known but its type."""
+    if isinstance(leaf, Tensor):
+        return leaf.tolist()
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__

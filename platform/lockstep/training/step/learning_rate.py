@@ -5,12 +5,14 @@ Updates are optimizer steps that were actually taken: a step that the loss scale
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.tree import pack
@@ -144,24 +146,29 @@ class TorchScheduler:
                 else f"began with the rates {state['base']}"
             )
             raise problems.FORK_SCHEDULE(got=lacks, wanted=self.base)
+        # They are saved as plain dicts, which the schedulers cannot go on with.
         counting = [
-            scheduler
+            (scheduler, name, value)
             for scheduler in _nested(self.scheduler)
-            if isinstance(vars(scheduler).get("milestones"), Counter)
+            for name, value in vars(scheduler).items()
+            if isinstance(value, Counter | defaultdict)
         ]
         self.scheduler.load_state_dict(dict(state["scheduler"]))
-        for scheduler in counting:  # saved as a dict, which SequentialLR cannot begin with
-            scheduler.milestones = Counter(scheduler.milestones)  # type: ignore[attr-defined]
+        for scheduler, name, value in counting:
+            loaded = copy.copy(value)
+            loaded.clear()
+            loaded.update(vars(scheduler)[name])
+            setattr(scheduler, name, loaded)
         if fork:  # a fork's optimizer keeps the rates it was made with, but its scheduler goes on from the saved ones
             for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
-                group["lr"] = rate
+                _set_rate(group, rate)
 
 
 def _plain(state: Any) -> Any:
     """A scheduler's state in types that a checkpoint can hold: MultiStepLR counts its milestones in a Counter."""
     if isinstance(state, dict):
-        kind = dict if isinstance(state, Counter) else type(state)
-        return kind((key, _plain(value)) for key, value in state.items())
+        plain = {key: _plain(value) for key, value in state.items()}
+        return plain if isinstance(state, Counter | defaultdict) else type(state)(plain)
     if isinstance(state, Updates):
         return int(state)
     return [_plain(value) for value in state] if isinstance(state, list) else state
@@ -330,8 +337,16 @@ def hooks_of_job(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 def set_rates(optimizer: torch.optim.Optimizer, base: list[float], factor: float) -> float:
     """Set every group's rate to its base times `factor`. Returns the first group's, the one that is recorded."""
     for group, full in zip(optimizer.param_groups, base, strict=True):
-        group["lr"] = full * factor
+        _set_rate(group, full * factor)
     return base[0] * factor
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's rate as torch's schedulers do: with a tensor for a rate, an optimizer updates by other operators."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _changed(group: int, previous: float, current: float, when: str, hint: str = "") -> JobError:
