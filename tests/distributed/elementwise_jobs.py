@@ -42,6 +42,56 @@ class LionInTwoGroups(Kind):
         return Lion([{"params": deep, "weight_decay": 0.1}, {"params": flat, "lr": 0.02}], lr=0.01)
 
 
+class LionThatAsks(Lion):
+    """Decays what the job has not excluded, by an attribute of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                if not getattr(p, "no_decay", False):
+                    p.mul_(1 - group["lr"])
+        super().step()
+
+
+class NotesOnParameters(Kind):
+    def model(self) -> nn.Module:
+        return perceptron(FEATURES, CLASSES)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        for p in model.parameters():
+            p.no_decay = p.dim() < 2  # type: ignore[attr-defined]
+        return LionThatAsks(model.parameters(), lr=0.05)
+
+
+class NotesInTheModel(Kind):
+    """What is noted as the model is made, and asked in a forward and after each step."""
+
+    def model(self) -> nn.Module:
+        model = perceptron(FEATURES, CLASSES)
+        for p in model.parameters():
+            p.quiet = p.dim() < 2  # type: ignore[attr-defined]
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for p in model.parameters():
+            if not getattr(p, "quiet", False):
+                p.mul_(0.9)
+
+
+class RateInATensor(Kind):
+    """With a tensor for its rate, torch's optimizer takes other operators."""
+
+    def model(self) -> nn.Module:
+        return perceptron(FEATURES, CLASSES)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05))
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total: Any) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+
+
 class Extragradient(torch.optim.Optimizer):
     """Korpelevich 1976: a step to look from, and the step by the gradient there."""
 

@@ -300,7 +300,7 @@ def test_an_environment_in_which_nothing_is_compiled_is_refused(name: str) -> No
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert str(problems.COMPILE_DISABLED(got=name)) in done.stderr
+    assert str(problems.COMPILE_DISABLED(got=f"{name}=1")) in done.stderr
 
 
 def test_settings_of_the_compiler_are_in_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:

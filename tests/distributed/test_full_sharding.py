@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -887,6 +888,43 @@ def test_phases_and_resting_parameters(pool: Pool, sharding: str, workers: int) 
 def test_own_optimizers_that_update_each_element_alone(pool: Pool, sharding: str, workers: int) -> None:
     """One evaluates the loss again within its update: the ranks evaluate it together, at the weights that all have by then."""
     check_phased(pool, elementwise_jobs.HELD, sharding, workers)
+
+
+class ResetsMoments(kinds_of_jobs.Kind):
+    """As ReLoRA does, in the state of the optimizer that it has made."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, kinds_of_jobs.CLASSES))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.made = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return self.made
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for state in self.made.state.values():
+            state["exp_avg"].zero_()
+
+
+class LooksAhead(ResetsMoments):
+    """Evaluates weights that follow the momentum."""
+
+    after_step = kinds_of_jobs.Kind.after_step
+
+    @contextmanager
+    def eval_weights(self, model: nn.Module, optimizer: Any) -> Iterator[None]:
+        for p in model.parameters():
+            if "exp_avg" in optimizer.state.get(p, {}):
+                p.add_(optimizer.state[p]["exp_avg"])
+        yield
+
+
+@pytest.mark.parametrize("kind", [ResetsMoments, LooksAhead])
+def test_a_state_that_is_shared_out_is_not_looked_into(pool: Pool, kind: type[Kind]) -> None:
+    """Each worker would find another part of it, or nothing."""
+    document = kinds_of_jobs.document(kind, rehearsal="off")
+    train_every([document])
+    with raises(problems.STATE_SHARED_OUT):
+        pool.run(2, train_every, [{**document, "sharding": "optimizer"}])
 
 
 def test_a_mirror_of_what_rests(pool: Pool) -> None:

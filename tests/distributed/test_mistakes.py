@@ -237,6 +237,23 @@ def test_part_that_is_no_mean() -> None:
         train_job(document(), job)
 
 
+def test_weight_that_the_model_computes() -> None:
+    """A loop of torch would differentiate the quotient; a step divides by a constant."""
+
+    def weighted(model: nn.Module, x: Tensor, y: Tensor) -> lockstep.Loss:
+        weights = model(x).sigmoid().sum()
+        return lockstep.Loss(cross_entropy(model, x, y) * weights, weights)
+
+    def of_terms(model: nn.Module, x: Tensor, y: Tensor) -> lockstep.Loss:
+        return lockstep.Loss.of_terms(
+            {"a": lockstep.Term(cross_entropy(model, x, y), model(x).sigmoid().sum())}
+        )
+
+    for loss, what in ((weighted, "weight"), (of_terms, "the weight of term 'a'")):
+        with raises(problems.WEIGHT_LEARNS, label="job.loss", what=what):
+            train_job(document(), with_loss(loss))
+
+
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_weight_that_is_no_count(weight: float) -> None:
     with raises(problems.LOSS_WEIGHT, label="job.loss", got=weight):
@@ -562,7 +579,7 @@ def test_each_parameter_without_a_gradient_is_named() -> None:
 
 
 def test_what_still_has_its_graph_is_detached_quietly() -> None:
-    """A part, a weight or a metric: torch would warn of a file that is not the job's, and here a warning is an error."""
+    """A part, its weight, or a metric: torch would warn of a file that is not the job's, and here a warning is an error."""
 
     class Attached(Plain):
         def eval_data(self) -> Any:
@@ -572,9 +589,8 @@ def test_what_still_has_its_graph_is_detached_quietly() -> None:
             x, y = batch
             with torch.enable_grad():
                 logits = model(x)
-                weight = len(y) + 0 * logits.sum()
-                size = Mean(logits.square().sum(), weight)
-                return Loss(F.cross_entropy(logits, y, reduction="sum"), weight, {"size": size})
+                size = Mean(logits.square().sum(), len(y) + 0 * logits.sum())
+                return Loss(F.cross_entropy(logits, y, reduction="sum"), len(y), {"size": size})
 
         def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
             with torch.enable_grad():

@@ -133,7 +133,7 @@ class CausalLM(Pretrained):
         if leaks:
             raise problems.MASKS_UNUSED(model=type(model).__name__)
         if moved:
-            raise problems.POSITIONS_UNUSED(model=type(model).__name__, got=moved)
+            raise problems.PACKED_DIFFER(model=type(model).__name__, got=moved)
         if difference:
             raise problems.MASKS_DIFFER(model=type(model).__name__, got=difference)
 

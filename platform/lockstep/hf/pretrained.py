@@ -166,28 +166,19 @@ class Pretrained(Job):
         p = self.params
         try:
             if p.config is not None:
-                config = self._new_config(p.config)
+                arguments = {**self._vocabulary_fields(), **self._task_fields(), **p.config}
+                config = transformers().AutoConfig.for_model(**arguments)
                 _check_fields(config, p.config, "")
                 return config
             return self._read_config(**self._task_fields())
         except (OSError, ValueError, TypeError, KeyError, wrong_field()) as error:
             param = "config" if p.path is None else "path"
             hint = (
-                ""
+                self._missing_token(str(error))
                 if p.path is None
                 else "; wanted a folder as of save_pretrained: nothing is fetched from a hub"
             )
             raise problems.PARAM_REFUSED(param=param, got=first_line(error), hint=hint) from error
-
-    def _new_config(self, given: Mapping[str, Any]) -> Any:
-        """A config of the fields `given`. Raises what transformers does."""
-        make = transformers().AutoConfig.for_model
-        vocabulary = self._vocabulary_fields()
-        try:
-            return make(**{**vocabulary, **self._task_fields(), **given})
-        except wrong_field():  # of some kinds no token may be missing, as the tokenizer's may
-            stated = {name: value for name, value in vocabulary.items() if value is not None}
-            return make(**{**stated, **self._task_fields(), **given})
 
     def _read_config(self, **changed: Any) -> Any:
         """The config in `path`, with other fields where there are some. Raises what transformers does, SpecError where the folder has adapters."""
@@ -204,6 +195,13 @@ class Pretrained(Job):
             f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
         }
         return {"vocab_size": len(self.tokenizer), **token_ids}
+
+    def _missing_token(self, refusal: str) -> str:
+        """What to do where a kind of model wants a token that the tokenizer has not; empty for any other refusal."""
+        given = self.params.config or {}
+        lacking = (name for name, value in self._vocabulary_fields().items() if value is None)
+        name = next((name for name in lacking if name not in given and f"'{name}'" in refusal), "")
+        return f"; the tokenizer has no such token: give {name} in config" if name else ""
 
     def _task_fields(self) -> dict[str, Any]:
         """Fields of the config that follow from the task."""

@@ -33,12 +33,12 @@ MASKS_UNUSED = Problem(
     advice="`across_documents: true`",
 )
 
-POSITIONS_UNUSED = Problem(
-    "hf.positions_unused",
+PACKED_DIFFER = Problem(
+    "hf.packed_differ",
     SpecError,
-    "job.params.across_documents: {model} does not look at positions, so a document behind another one would begin at a later position: its logits differ by {got} from those that it has alone",
+    "job.params.across_documents: for {model} the logits of a document behind another one differ by {got} from those that it has alone, as where positions count from the beginning of a row, or a state goes on across documents",
     "set it to true",
-    cause="a model that counts positions from the beginning of a row, with packed documents",
+    cause="a model that takes no notice of positions, or whose state goes on, with packed documents",
     advice="`across_documents: true`",
 )
 

@@ -214,7 +214,7 @@ def _of_fork(run: RecordedRun) -> Iterator[Disagreement]:
     stated = (fork is not None, fork is not None and fork.exact)
     if run.fields and stated != (bool(parent), parent.endswith(" exact")):
         yield Disagreement("spec.yaml: fork", fork and fork.model_dump(), parent)
-    elif fork is not None and fork.step not in (None, step or fork.step):
+    elif fork is not None and fork.step not in (None, step):
         yield Disagreement("spec.yaml: fork.step", fork.step, step)
 
 

@@ -19,19 +19,21 @@ _LONGEST_NAME = 255
 
 
 def absolute(path: str) -> str:
-    """A path from the root on; a URI stays as it is."""
-    return path if "://" in path else str(_from_root(path))
+    """A path from the root on; a URI stays as it is. SpecError for one that no file system takes."""
+    if "://" in path:
+        return path
+    from_root = _from_root(path)
+    longest = max(len(name.encode(errors="replace")) for name in from_root.parts)
+    if longest > _LONGEST_NAME:
+        raise problems.LONG_PATH(got=shown(path), bytes=longest)
+    return str(from_root)
 
 
 def _from_root(path: str) -> Path:
     try:
-        absolute_path = Path(path).expanduser().absolute()
+        return Path(path).expanduser().absolute()
     except RuntimeError as error:  # `~name` of a user who does not exist
         raise problems.NO_HOME(got=shown(path)) from error
-    longest = max(len(name.encode(errors="replace")) for name in absolute_path.parts)
-    if longest > _LONGEST_NAME:
-        raise problems.LONG_PATH(got=shown(path), bytes=longest)
-    return absolute_path
 
 
 def storage_location(location: str) -> str:
@@ -130,4 +132,4 @@ def _absolute_uri(uri: str) -> str:
         return f"{scheme}:///{_from_root(path)}"
     if uri.startswith("file:") and not uri.startswith("file:/"):
         return Path(uri.removeprefix("file:")).absolute().as_uri()
-    return uri if ":" in uri else absolute(uri)
+    return uri if ":" in uri else str(_from_root(uri))

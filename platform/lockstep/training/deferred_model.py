@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.checkpoint.stored_tensor import in_memory
+from lockstep.training.step.parameters import noted_on
 
 _DRAWS = frozenset(
     f"aten::{name}"
@@ -366,6 +367,7 @@ class DeferredModel:
 
     def _put(self, name: str, value: Tensor, *, again: bool) -> None:
         parameter = nn.Parameter(value, requires_grad=self._fakes[name].requires_grad)
+        vars(parameter).update(noted_on(self._fakes[name]))
         for owner, key in self._places[name]:
             owner[key] = parameter
         if not again:

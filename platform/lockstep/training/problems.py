@@ -124,6 +124,16 @@ LOSS_WEIGHT = Problem(
     advice="the number of samples or tokens",
 )
 
+WEIGHT_LEARNS = Problem(
+    "job.loss.weight_learns",
+    JobError,
+    "{label}: {what} has a gradient, and a step divides by it as by a constant, where a loop of torch would differentiate it too",
+    "give it detached, or put what learns into the total",
+    shown="job.loss: weight has a gradient, and a step divides by it as by a constant, …; …",
+    cause="a weight that the model computes",
+    advice="`weight.detach()`, or a total that has it",
+)
+
 OTHER_PARTS = Problem(
     "job.loss.other_parts",
     JobError,

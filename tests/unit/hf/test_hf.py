@@ -801,20 +801,28 @@ def test_a_model_that_passes_positions_over_is_refused(folder: Path, monkeypatch
 
     job.model()
     monkeypatch.setattr(model_of, "forward", without_positions)
-    with raises(problems.POSITIONS_UNUSED, model="GPT2LMHeadModel"):
+    with raises(problems.PACKED_DIFFER, model="GPT2LMHeadModel"):
         job.model()
 
 
-def test_a_config_takes_a_tokenizer_without_a_token_that_its_kind_has(folder: Path) -> None:
+def test_a_field_of_a_config_that_does_not_fit_is_named(folder: Path) -> None:
     config = {
         "model_type": "modernbert-decoder", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 64,
     }  # fmt: skip
     job: Any = load_job("lockstep.hf:CausalLM", language_model(folder, config)["job"]["params"])
     assert job.tokenizer.wrapped.bos_token_id is None
-    job.model()
-    wrong = language_model(folder, config | {"hidden_size": "16"})["job"]["params"]
-    with raises(problems.PARAM_REFUSED, param="config", got=re.compile("hidden_size")):
+    with raises(
+        problems.PARAM_REFUSED,
+        param="config",
+        got=re.compile("bos_token_id"),
+        hint="; the tokenizer has no such token: give bos_token_id in config",
+    ):
+        job.model()
+    given = config | {"bos_token_id": 0}
+    load_job("lockstep.hf:CausalLM", language_model(folder, given)["job"]["params"]).model()
+    wrong = language_model(folder, given | {"hidden_size": "16"})["job"]["params"]
+    with raises(problems.PARAM_REFUSED, param="config", got=re.compile("hidden_size"), hint=""):
         load_job("lockstep.hf:CausalLM", wrong).model()
 
 

@@ -62,10 +62,12 @@ _DYNAMO: dict[str, Any] = {
     "suppress_errors": False,
 }
 _DYNAMO_ONLY_TELLS = {
-    "base_dir", "cprofile", "debug_dir_root", "dynamo_profiler", "log_file_name", "pt2_compile_id_prefix", "replay_record_enabled",
-    "repro_after", "repro_forward_only", "repro_ignore_non_fp", "repro_level", "verbose",
+    "base_dir", "cprofile", "debug_dir_root", "debug_disable_compile_counter", "dynamo_profiler", "fake_tensor_cache_crosscheck_enabled",
+    "fake_tensor_cache_enabled", "issue_3_13_0_warning", "log_compilation_metrics", "log_file_name", "log_graph_in_out_metadata",
+    "pt2_compile_id_prefix", "record_compile_time_instruction_count", "record_runtime_overhead", "replay_record_enabled", "report_guard_failures",
+    "repro_after", "repro_forward_only", "repro_ignore_non_fp", "repro_level", "repro_tolerance", "run_gc_after_compile", "verbose",
 }  # fmt: skip
-"""Settings of dynamo that say where something is, or what is logged: no bit depends on them."""
+"""Settings of dynamo that say where something is, what is logged, or how it checks itself: no bit depends on them."""
 
 _FARTHEST: dict[str, float] = {"fp32": 0.01, "bf16": 0.05, "fp16": 0.05}
 """By the precision: the largest norm of the difference between a compiled gradient and the eager one, relative to that of the eager one.
@@ -283,12 +285,13 @@ def check_enabled() -> None:
     """SpecError where the environment has `torch.compile` return functions as they are: what should be compiled would be computed eager, with other bits."""
     from torch._dynamo import config
 
-    for name, disabled in (
-        ("TORCH_COMPILE_DISABLE", config.disable),
-        ("TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE") == "1"),
-    ):
-        if disabled:
-            raise problems.COMPILE_DISABLED(got=name)
+    variables = [
+        name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if os.environ.get(name) == "1"
+    ]
+    if config.disable or variables:
+        raise problems.COMPILE_DISABLED(
+            got=f"{variables[0]}=1" if variables else "torch._dynamo.config.disable"
+        )
 
 
 def identity_of_compiler(losses: CompiledLosses) -> dict[str, str]:

@@ -6,13 +6,13 @@ few hundred numbers, whole and in two parts.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.training.failure import job_at
 from lockstep.training.step import problems
@@ -24,17 +24,22 @@ from lockstep.training.step.span_gathering import UNIT
 from lockstep.training.step.weight_average import has_modes
 
 _STEPS, _ELEMENTS = 4, 4 * UNIT
+_SHAPES = (4, UNIT), (2, 2, 2, UNIT // 2)
+"""Of a matrix and of a kernel with so many elements."""
 _OF_TORCH = ("param_groups", "state", "defaults")
 
 
-def check_shardable(optimizer: torch.optim.Optimizer) -> None:
-    """SpecError for an optimizer whose updates may depend on more than an element's own numbers. `SparseAdam` may be one of several: every worker updates tables whole."""
+def check_shardable(optimizer: torch.optim.Optimizer, *, by_rows: bool) -> None:
+    """SpecError for an optimizer whose updates may depend on more than an element's own numbers. `SparseAdam` may be one of several: every worker updates tables whole.
+
+    `by_rows`: whether parts have the dimensions of their parameters, of which they have some rows; else they are rows of numbers.
+    """
     name = " and ".join(type(member).__name__ for member in members_of(optimizer))
     for member in members_of(optimizer):
-        _check_member(member, name)
+        _check_member(member, name, by_rows)
 
 
-def _check_member(optimizer: torch.optim.Optimizer, name: str) -> None:
+def _check_member(optimizer: torch.optim.Optimizer, name: str, by_rows: bool) -> None:
     """As `check_shardable`, of one of the optimizers of that `name`."""
     kind = type(optimizer)
     element_wise = kind in ELEMENT_BY_ELEMENT or getattr(optimizer, "elementwise", False)
@@ -56,6 +61,12 @@ def _check_member(optimizer: torch.optim.Optimizer, name: str) -> None:
         raise problems.NO_PARTS(
             name=name, got="comes with state, wanted one that has taken no step", remedy=""
         )
+    if replaced := next((name for name in vars(optimizer) if _is_method_of_class(optimizer, name)), ""):
+        raise problems.NO_PARTS(
+            name=name,
+            got=f"has a {replaced} of its own in place of its class's, which would go on with whole parameters",
+            remedy="make it a method of a subclass, or ",
+        )
     if kind not in (*ELEMENT_BY_ELEMENT, torch.optim.SparseAdam):
         if has_modes(optimizer):
             raise problems.NO_PARTS(
@@ -69,26 +80,36 @@ def _check_member(optimizer: torch.optim.Optimizer, name: str) -> None:
                 got=f"has parameters, or an optimizer over them, in its attribute {held!r}, which would go on with whole ones",
                 remedy="let it take them from its param_groups and keep what it needs in its state, or ",
             )
-        _try(optimizer, name)
+        _try(optimizer, name, by_rows)
+
+
+def _is_method_of_class(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether an attribute of the optimizer itself takes the place of a method that jobs know."""
+    return not name.startswith("_") and callable(getattr(type(optimizer), name, None))
 
 
 def _holding(optimizer: torch.optim.Optimizer) -> str:
-    """The attribute in which an optimizer has tensors or another optimizer beside its groups and its state; empty where there is none."""
+    """The attribute in which an optimizer has tensors, what `id` says of its parameters, or another optimizer beside its groups and its state; empty where there is none."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
-    return next(
-        (
-            name
-            for name, value in own.items()
-            if any(isinstance(leaf, Tensor | torch.optim.Optimizer) for leaf in tree_leaves(value))
-        ),
-        "",
-    )
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def is_one(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor | torch.optim.Optimizer) or (isinstance(leaf, int) and leaf in ids)
+
+    return next((name for name, value in own.items() if any(map(is_one, _leaves(value)))), "")
 
 
-def _try(optimizer: torch.optim.Optimizer, name: str) -> None:
+def _leaves(value: Any) -> list[Any]:
+    """The leaves of a value, with the keys of mappings and what is in sets."""
+    leaves = [*value, *tree_leaves(list(value.values()))] if isinstance(value, dict) else tree_leaves(value)
+    return [each for leaf in leaves for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])]
+
+
+def _try(optimizer: torch.optim.Optimizer, name: str, by_rows: bool) -> None:
     """SpecError where an optimizer that says it is elementwise is not, on a row of numbers."""
     with torch.random.fork_rng(), job_at(f"while {name} was tried on a few numbers"):
         whole, parts = _updated(optimizer, [_ELEMENTS]), _updated(optimizer, [UNIT, _ELEMENTS - UNIT])
+        shaped = [] if by_rows else [_updated(optimizer, [_ELEMENTS], shape) for shape in _SHAPES]
     if whole.changed:
         raise problems.NO_PARTS(
             name=name,
@@ -97,6 +118,12 @@ def _try(optimizer: torch.optim.Optimizer, name: str) -> None:
         )
     if not torch.equal(whole.values, parts.values):
         raise problems.PARTS_DIFFER(name=name, got="updates a row of numbers otherwise")
+    if not all(torch.equal(whole.values, other.values) for other in shaped):
+        raise problems.NO_PARTS(
+            name=name,
+            got="updates a matrix otherwise than a row of the same numbers, and parts are rows",
+            remedy="decide by parameter groups and not by dimensions, set sharding=full, or ",
+        )
     for key, value in whole.state.items():
         if isinstance(value, Tensor) and value.shape != (_ELEMENTS,) and key not in SCALARS:
             raise problems.NO_PARTS(
@@ -118,18 +145,26 @@ class _Tried:
         self.state = states[0]
 
 
-def _updated(optimizer: torch.optim.Optimizer, lengths: list[int]) -> _Tried:
+def _updated(optimizer: torch.optim.Optimizer, lengths: list[int], shape: Sequence[int] = (-1,)) -> _Tried:
+    """What steps come to on a row of numbers in parts of these lengths, each group's; each part has the `shape`."""
     torch.manual_seed(1)
     row = torch.randn(_ELEMENTS)
-    parameters = [nn.Parameter(part.clone()) for part in torch.split(row, lengths)]
+    groups = [
+        {
+            **{name: _copied(value) for name, value in group.items() if name != "params"},
+            "params": [nn.Parameter(part.clone().view(shape)) for part in torch.split(row, lengths)],
+        }
+        for group in optimizer.param_groups
+    ]
     gradients = torch.randn(_STEPS, _ELEMENTS)
-    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    tried = over(optimizer, [{**copy.deepcopy(settings), "params": parameters}])
+    tried = over(optimizer, groups)
     before = _numbers(tried)
 
     def evaluate(step: int) -> Tensor:
-        for parameter, gradient in zip(parameters, torch.split(gradients[step], lengths), strict=True):
-            parameter.grad = gradient + 0.1 * parameter.detach()
+        for group in groups:
+            parts = torch.split(gradients[step], lengths)
+            for parameter, gradient in zip(group["params"], parts, strict=True):
+                parameter.grad = gradient.view(shape) + 0.1 * parameter.detach()
         return torch.ones((), dtype=torch.float64)
 
     drawn = torch.get_rng_state()
@@ -143,23 +178,29 @@ def _updated(optimizer: torch.optim.Optimizer, lengths: list[int]) -> _Tried:
     changed = next((name for name in after if before.get(name) != after[name]), "")
     if not torch.equal(drawn, torch.get_rng_state()):
         changed = "the generator of random numbers"
-    values = torch.cat([parameter.detach() for parameter in parameters])
-    return _Tried(values, [dict(tried.state.get(parameter, {})) for parameter in parameters], changed)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    values = torch.cat([parameter.detach().view(-1) for parameter in parameters])
+    states = [dict(tried.state.get(parameter, {})) for parameter in groups[0]["params"]]
+    return _Tried(values, states, changed)
+
+
+def _copied(value: Any) -> Any:
+    """A value of a group, in which an update changes no tensor of the optimizer's."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The numbers and texts in its group, and in its own attributes, each as a text that tells values apart."""
+    """The numbers and texts in its groups, and in its own attributes, each as a text that tells values apart."""
     own = {
         name: value
         for name, value in vars(optimizer).items()
         if not name.startswith("_") and name not in _OF_TORCH
     }
-    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    return {
-        name: repr([_number(leaf) for leaf in tree_leaves(value)])
-        for name, value in {**own, **group}.items()
-        if not callable(value)
-    }
+    every: dict[str, list[Any]] = {name: [value] for name, value in own.items() if not callable(value)}
+    for group in optimizer.param_groups:
+        for name in group.keys() - {"params"}:
+            every.setdefault(name, []).append(group[name])
+    return {name: repr([_number(leaf) for leaf in tree_leaves(values)]) for name, values in every.items()}
 
 
 def _number(leaf: Any) -> Any:

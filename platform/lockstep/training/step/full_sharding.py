@@ -38,7 +38,7 @@ from lockstep.training.step.fsdp_modules import (
     whole_in_state_dicts,
 )
 from lockstep.training.step.host_memory import HostMemory
-from lockstep.training.step.parameters import missing_gradient, written_parameter
+from lockstep.training.step.parameters import missing_gradient, noted_on, written_parameter
 from lockstep.training.step.reduction import TreeSum, add_in_place
 from lockstep.training.step.sharded_modes import NoShards, WholeGradients
 from lockstep.training.step.sharding_units import Calls, members_of, units_of
@@ -120,6 +120,8 @@ class FullSharding:
         self.told = _left_out(model, units, settings.units)
         """Warnings of modules that the settings name, and that are no units."""
         asking = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._attributes = {name: noted_on(p) for name, p in model.named_parameters()}
+        """What the job has noted on its parameters, by which an optimizer may treat them otherwise. FSDP makes others."""
         self._places = places_of(model)
         self.mirrored = mirrored
         self.unit_bytes = unit_bytes(model, units, self.whole)
@@ -185,6 +187,9 @@ class FullSharding:
             ]:  # what FSDP sets before the last pass is no sum, and would take the memory of one
                 parameters[name].register_post_accumulate_grad_hook(self._drop)
         self._gathered = self._as_gathered()
+        for of_step in (parameters, self.local, self.mirrors, self._gathered):
+            for name, parameter in of_step.items():
+                vars(parameter).update(self._attributes[name])
         """The parameters as a micro-batch sees them. FSDP makes each once, and gives it memory when it is gathered."""
         self._writes: list[int] = []
 
@@ -208,6 +213,8 @@ class FullSharding:
             )
             for name, shard in self.shards.items()
         }
+        for name, parameter in blank.items():
+            vars(parameter).update(self._attributes[name])
         for module in self._modules:
             module.release()
         undo(self.model, self._places, blank)
@@ -222,7 +229,9 @@ class FullSharding:
         for name in names:
             if (blank := parameters[name]).is_meta:
                 memory = torch.empty(blank.shape, dtype=blank.dtype, device=self.group.device)
-                put(self._places[name], nn.Parameter(memory, requires_grad=blank.requires_grad))
+                filled = nn.Parameter(memory, requires_grad=blank.requires_grad)
+                vars(filled).update(vars(blank))
+                put(self._places[name], filled)
 
     def _set_up(self, calls: Sequence[FSDPCalls], asking: Mapping[str, bool]) -> list[_Scatter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}

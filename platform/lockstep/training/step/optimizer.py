@@ -41,7 +41,7 @@ def _shared_out(optimizer: torch.optim.Optimizer, spec: Spec, group: Group | Non
     if spec.sharding.mode == "none":
         return optimizer
     # On one worker as well: whether a spec is valid must not depend on the number of workers.
-    check_shardable(optimizer)
+    check_shardable(optimizer, by_rows=spec.sharding.mode == "full")
     if group is not None and spec.sharding.mode == "optimizer" and spec.faults.mirror:
         return MirroredOptimizer(optimizer, group)  # a single worker may be joined by others
     if group is None or (group.size == 1 and not spec.mirrors_parameters):

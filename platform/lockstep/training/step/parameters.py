@@ -7,6 +7,7 @@ worker than on two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +144,13 @@ def short_parameters(model: nn.Module) -> list[str]:
 
 def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:
     return step_problems.ASKS_OTHERWISE(name=name, got="no longer asks" if asked else "now asks", where=where)
+
+
+def noted_on(parameter: Tensor) -> dict[str, Any]:
+    """The attributes that a job has given a parameter, by which its optimizer may treat it otherwise."""
+    noted = vars(parameter)
+    of_torch = vars(parameter.detach()) if "fake_mode" in noted else {}
+    return {name: value for name, value in noted.items() if name not in of_torch}
 
 
 def written_parameter(name: str, where: str) -> JobError:

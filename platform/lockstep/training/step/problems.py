@@ -480,6 +480,15 @@ SHORT_THREADS = Problem(
     advice="`threads: 1`, parameters in float32 with `precision: bf16`, or `sharding=none`",
 )
 
+STATE_SHARED_OUT = Problem(
+    "step.sharding.state_shared_out",
+    JobError,
+    "the job looks into the state of its optimizer, of which each worker has a part alone where sharding shares it out",
+    "keep what it needs in tensors of its own, or set sharding=none",
+    cause="`after_step` or `eval_weights` reads or resets the optimizer's `state`",
+    advice="`sharding=none`, or tensors of the job's own",
+)
+
 NO_FSDP = Problem(
     "step.sharding.no_fsdp",
     SpecError,
@@ -859,8 +868,8 @@ UNIT_INSIDE = Problem(
 COMPILE_DISABLED = Problem(
     "step.compile.disabled",
     SpecError,
-    "compile: got true, and {got} of the environment has torch compile nothing",
-    "unset it, or set compile=false",
+    "compile: with {got} torch compiles nothing",
+    "take it back, or set compile=false",
     cause="`TORCH_COMPILE_DISABLE` or `TORCHDYNAMO_DISABLE`, with which torch returns functions as they are",
     advice="unset it, or `compile=false`",
 )

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from lockstep.communication.group import Group
 from lockstep.training.step import problems
 from lockstep.training.step.joined_optimizer import JoinedOptimizer, members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
-from lockstep.training.step.parameters import SHORT
+from lockstep.training.step.parameters import SHORT, noted_on
 from lockstep.training.step.shards import Elements, element_ranges
 from lockstep.training.step.span_gathering import UNIT, SpanGathering, flat
 
@@ -138,6 +139,30 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None
         optimizer.step(closure)  # type: ignore[arg-type]
 
 
+class _SharedOut(defaultdict[Any, Any]):
+    """In the place of the state of an optimizer while the job's code runs: nothing would be in it, and what is written there lost."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise problems.STATE_SHARED_OUT()
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = _refuse
+    get = items = keys = values = pop = clear = update = setdefault = _refuse  # type: ignore[assignment]
+
+
+@contextmanager
+def state_refused(sharded: Iterable[ShardedOptimizer]) -> Iterator[None]:
+    """In the block, in which the job's code runs: raise JobError where it looks for the state of these optimizers, of which a worker has its part alone."""
+    whole = [optimizer for member in sharded for optimizer in (member, *member.made_from)]
+    states = [optimizer.state for optimizer in whole]
+    for optimizer in whole:
+        optimizer.state = _SharedOut()
+    try:
+        yield
+    finally:
+        for optimizer, state in zip(whole, states, strict=True):
+            optimizer.state = state
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Stands in for the optimizer that it is made from: the same groups, whose rates may be set. It holds only this rank's state."""
 
@@ -149,6 +174,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.kind = type(whole)
         self.joined_members = tuple(_stand_in(member) for member in members_of(whole))
         """What says of which kinds it is: an optimizer for each that it stands for, with the groups that these have here, and without state."""
+        self.made_from: Sequence[torch.optim.Optimizer] = getattr(
+            whole, "made_from", (whole, *members_of(whole))
+        )
+        """The optimizers that the job has made, and may have kept."""
         self.group = group
         self.parameters: list[Tensor] = [p for every in self.param_groups for p in every["params"]]
         self._built = False
@@ -223,9 +252,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return made[0] if len(made) == 1 else JoinedOptimizer(made)
 
     def _of(self, span: Span) -> Tensor:
-        """A view of a span in its parameter's memory; a parameter with gaps as it is."""
+        """A view of a span in its parameter's memory; a parameter with gaps as it is. It has the attributes that the job has given the parameter."""
         parameter = self._whole[span.parameter]
-        return parameter if self._uncut[span.parameter] else parameter[span.start : span.stop]
+        part = parameter if self._uncut[span.parameter] else parameter[span.start : span.stop]
+        vars(part).update(noted_on(self.parameters[span.parameter]))
+        return part
 
     def _bytes(self) -> list[list[Tensor]]:
         """The updated tensors that each rank sends, by rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -249,3 +250,49 @@ def test_a_scheduler_of_schedulers_goes_on_wherever_it_is_restored(restored: int
     second.load_state_dict(unpack(packed.skeleton, packed.tensors), fork=False)
     assert begun + rates(second, 6 - restored) == whole
     assert len(set(whole)) > 3
+
+
+def test_a_rate_in_a_tensor_stays_in_it() -> None:
+    """With a tensor torch's optimizers take other operators, with other bits."""
+    weights = []
+    for by_hand in (True, False):
+        parameter = nn.Parameter(torch.linspace(0.1, 1.0, 16))
+        optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.05))
+        rates = None if by_hand else FunctionOfUpdates(optimizer, lambda _: 1.0)
+        for update in range(3):
+            parameter.grad = parameter.detach() ** 2
+            if rates is not None:
+                rates.set(update)
+            optimizer.step()
+        weights.append(parameter.detach().tolist())
+    assert weights[0] == weights[1]
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+class Counting(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps what it has seen in a mapping with defaults."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen = defaultdict[int, int](int)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.seen[self.last_epoch] += 1
+        return [base / (1 + len(self.seen)) for base in self.base_lrs]
+
+
+def test_a_scheduler_with_a_mapping_with_defaults_goes_on() -> None:
+    made = [torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2)]
+    first, second = (TorchScheduler(optimizer, Counting(optimizer)) for optimizer in made)
+    for _ in range(3):
+        made[0].step()
+        first.follow()
+    state = first.state_dict()
+    assert type(state["scheduler"]["seen"]) is dict
+    made[1].load_state_dict(made[0].state_dict())
+    second.load_state_dict(state, fork=False)
+    for optimizer, schedule in zip(made, (first, second), strict=True):
+        optimizer.step()
+        schedule.follow()
+    assert made[0].param_groups[0]["lr"] == made[1].param_groups[0]["lr"]
+    assert second.scheduler.seen == first.scheduler.seen  # type: ignore[attr-defined]

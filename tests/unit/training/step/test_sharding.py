@@ -81,16 +81,16 @@ def test_what_is_not_element_by_element_is_refused_by_name() -> None:
         with raises(
             problems.NOT_ELEMENT_WISE, got=type(optimizer).__name__, wanted=re.compile("^Adam, AdamW, SGD")
         ):
-            check_shardable(optimizer)
+            check_shardable(optimizer, by_rows=False)
     hooked = torch.optim.SGD(model.parameters())
     hooked.register_step_post_hook(lambda *_: None)
     with raises(problems.NO_PARTS, name="SGD", got=re.compile("^has hooks")):
-        check_shardable(hooked)
+        check_shardable(hooked, by_rows=False)
     moved = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     moved.step()
     with raises(problems.NO_PARTS, got=re.compile("^comes with state")):
-        check_shardable(moved)
+        check_shardable(moved, by_rows=False)
 
 
 STRIDED = [
@@ -175,7 +175,7 @@ class Signed(torch.optim.Optimizer):
     elementwise = True
 
     def __init__(self, params: Any, wrong: str = "") -> None:
-        super().__init__(params, {"lr": 0.01})
+        super().__init__(params, {"lr": 0.01, "betas": (0.9, 0.99), "heat": torch.ones(())})
         self.wrong = wrong
 
     @torch.no_grad()
@@ -196,6 +196,20 @@ class Signed(torch.optim.Optimizer):
                     state["rows"] = torch.zeros(3)
                 if self.wrong == "group":
                     group["lr"] *= 0.9
+                if self.wrong == "key":
+                    group["steps"] = group.get("steps", 0) + 1
+                if self.wrong == "tuple":
+                    group["betas"] = (group["betas"][0] * 0.9, 0.99)
+                if self.wrong == "tensor":
+                    group["heat"].mul_(0.9)
+                if self.wrong == "second" and group is not self.param_groups[0]:
+                    group["lr"] *= 0.9
+                if self.wrong == "attribute":
+                    self.updates = getattr(self, "updates", 0) + 1
+                if self.wrong == "matrix" and p.dim() == 2:
+                    update = update * 2
+                if self.wrong == "kernel" and p.dim() == 4:
+                    update = update * 2
                 p.add_(update, alpha=-group["lr"])
 
 
@@ -206,15 +220,36 @@ class Signed(torch.optim.Optimizer):
         ("draws", problems.NO_PARTS, "changes the generator of random numbers in its updates"),
         ("state", problems.NO_PARTS, "keeps 'rows' of the shape (3,)"),
         ("group", problems.NO_PARTS, "changes lr in its updates"),
+        ("key", problems.NO_PARTS, "changes steps in its updates"),
+        ("tuple", problems.NO_PARTS, "changes betas in its updates"),
+        ("tensor", problems.NO_PARTS, "changes heat in its updates"),
+        ("second", problems.NO_PARTS, "changes lr in its updates"),
+        ("attribute", problems.NO_PARTS, "changes updates in its updates"),
+        ("matrix", problems.NO_PARTS, "updates a matrix otherwise than a row"),
+        ("kernel", problems.NO_PARTS, "updates a matrix otherwise than a row"),
     ],
 )
 def test_an_own_optimizer_that_says_it_is_elementwise_is_tried(
     wrong: str, problem: Problem[SpecError], words: str
 ) -> None:
-    parameters = [nn.Parameter(torch.ones(3))]
-    check_shardable(Signed(parameters))
+    groups = [{"params": [nn.Parameter(torch.ones(3))]} for _ in range(2)]
+    check_shardable(Signed([dict(group) for group in groups]), by_rows=False)
+    optimizer = Signed(groups, wrong)
     with raises(problem, name="Signed", got=re.compile(re.escape(words))):
-        check_shardable(Signed(parameters, wrong))
+        check_shardable(optimizer, by_rows=False)
+    if wrong in ("matrix", "kernel"):  # a worker has rows of it under `full`
+        check_shardable(optimizer, by_rows=True)
+    assert float(optimizer.param_groups[0]["heat"]) == 1.0
+
+
+def test_a_method_of_the_optimizer_itself_is_refused() -> None:
+    """A part's optimizer would not have it, or would call the one that updates whole parameters."""
+    for kind in (Signed, torch.optim.AdamW):
+        optimizer = kind([nn.Parameter(torch.ones(3))])
+        check_shardable(optimizer, by_rows=True)
+        optimizer.step = lambda: None  # type: ignore[method-assign]
+        with raises(problems.NO_PARTS, got=re.compile("^has a step of its own")):
+            check_shardable(optimizer, by_rows=True)
 
 
 def test_an_own_optimizer_that_holds_parameters_elsewhere_is_refused() -> None:
@@ -223,13 +258,17 @@ def test_an_own_optimizer_that_holds_parameters_elsewhere_is_refused() -> None:
     wrapping, listing = Signed(parameters), Signed(parameters)
     wrapping.base = torch.optim.SGD(parameters, lr=0.1)  # type: ignore[attr-defined]
     listing.every = [parameters]  # type: ignore[attr-defined]
-    for optimizer, name in ((wrapping, "base"), (listing, "every")):
+    knowing, mapping = Signed(parameters), Signed(parameters)
+    knowing.undecayed = {id(p) for p in parameters}  # type: ignore[attr-defined]
+    mapping.scales = {id(p): 0.1 for p in parameters}  # type: ignore[attr-defined]
+    cases = (wrapping, "base"), (listing, "every"), (knowing, "undecayed"), (mapping, "scales")
+    for optimizer, name in cases:
         with raises(problems.NO_PARTS, got=re.compile(f"in its attribute '{name}', which")):
-            check_shardable(optimizer)
+            check_shardable(optimizer, by_rows=False)
 
 
 def test_a_search_along_a_line_is_named() -> None:
     with raises(
         problems.NOT_ELEMENT_WISE, got="LBFGS", reason=re.compile("dot products over all parameters")
     ):
-        check_shardable(torch.optim.LBFGS([nn.Parameter(torch.ones(3))]))
+        check_shardable(torch.optim.LBFGS([nn.Parameter(torch.ones(3))]), by_rows=True)

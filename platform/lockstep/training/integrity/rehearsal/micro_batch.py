@@ -316,6 +316,12 @@ def check_loss(
     total = loss.total
     if not total.requires_grad:
         raise problems.TOTAL_DETACHED(label=label)
+    weights = {"weight": loss.weight} | {
+        f"the weight of term {name!r}": term.weight for name, term in loss.terms.items()
+    }
+    for what, weight in weights.items():
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            raise problems.WEIGHT_LEARNS(label=label, what=what)
     value, weight = number(total), number(loss.weight)
     if first and not math.isfinite(value) and precision.name != "fp16":
         raise integrity_problems.FIRST_NOT_FINITE(label=label, got=value)
