@@ -58,12 +58,12 @@ def metrics(status: RunStatus) -> str:
 
 
 class StatusServer(ThreadingHTTPServer):
-    """Serves what `read` gives, on loopback alone. `port` 0 takes a free one; OSError where the port is taken."""
+    """Serves what `read` gives, on loopback alone, for `fresh_s` seconds. `port` 0 takes a free one; OSError where the port is taken."""
 
     daemon_threads = True
 
-    def __init__(self, read: Callable[[], RunStatus], port: int) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], RunStatus], port: int, fresh_s: float = FRESH_S) -> None:
+        self._read, self._fresh_s = read, fresh_s
         self._lock = threading.Lock()
         self._newest: tuple[float, RunStatus] | None = None
         super().__init__((HOST, port), _Handler)
@@ -76,7 +76,7 @@ class StatusServer(ThreadingHTTPServer):
     def status(self) -> RunStatus:
         """The status, read anew unless that was a moment ago. Raises what reading the record raises."""
         with self._lock:
-            if self._newest is None or time.monotonic() - self._newest[0] >= FRESH_S:
+            if self._newest is None or time.monotonic() - self._newest[0] >= self._fresh_s:
                 self._newest = time.monotonic(), self._read()
             return self._newest[1]
 

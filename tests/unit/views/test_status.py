@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -143,7 +144,7 @@ def test_the_server_has_the_status_as_json_and_as_metrics(tmp_path: Path) -> Non
         reads.append(status_of(runs[len(reads)], "off", folder, BEGAN + 20))
         return reads[-1]
 
-    with serving(StatusServer(read, 0)) as server:
+    with serving(StatusServer(read, 0, fresh_s=math.inf)) as server:
         code, text = answer_of(f"{server.url}/")
         assert (code, json.loads(text)) == (200, reads[0].as_dict())
         assert scraped(f"{server.url}/metrics") == {
