@@ -64,11 +64,20 @@ class NotesOnParameters(Kind):
         return LionThatAsks(model.parameters(), lr=0.05)
 
 
+class Gained(nn.Linear):
+    """Asks its weight for a factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.gain  # type: ignore[operator]
+
+
 class NotesInTheModel(Kind):
     """What is noted as the model is made, and asked in a forward and after each step."""
 
     def model(self) -> nn.Module:
-        model = perceptron(FEATURES, CLASSES)
+        gained = Gained(FEATURES, FEATURES)
+        gained.weight.gain = 0.5  # type: ignore[attr-defined]
+        model = nn.Sequential(gained, perceptron(FEATURES, CLASSES))
         for p in model.parameters():
             p.quiet = p.dim() < 2  # type: ignore[attr-defined]
         return model

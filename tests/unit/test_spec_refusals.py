@@ -53,7 +53,7 @@ CALLS: list[Refusal] = [
     ),
     (given("seed"), problems.NO_OVERRIDE, {"got": "seed"}),
     (given("job.use.low=3"), problems.NO_FIELDS, {"field": "job.use.low", "section": "job.use"}),
-    (given(f"checkpoint.storage=/tmp/{256 * 'a'}"), problems.LONG_PATH, {"got": re.compile("^'/tmp/aaa"), "bytes": 256}),
+    (given(f"checkpoint.storage=/runs/{256 * 'a'}"), problems.LONG_PATH, {"got": re.compile("^'/runs/aaa"), "bytes": 256}),
     (given(f"record.folder={128 * 'ä'}"), problems.LONG_PATH, {"got": re.compile("^'ä"), "bytes": 256}),
     (given("checkpoint.storage=~nobody-is-called-so/runs"), problems.NO_HOME, {"got": re.compile("^'~nobody")}),
     (given("checkpoint.storage=file://"), problems.STORAGE_EMPTY, {"got": "file://"}),

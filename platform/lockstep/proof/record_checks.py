@@ -92,7 +92,7 @@ def told_of(run: RecordedRun, aside: Path) -> dict[str, Sequence[str]]:
         if sealed is not None:
             names = [*sealed, *(["run.json"] if (folder / "run.json").exists() else [])]
             told = {name: fields for name, fields in TOLD.items() if any(fnmatch(n, name) for n in names)}
-    if origin := [name for name, given in _origin(run.spec) if given is not None]:
+    if origin := [name for name, value in _origin(run.spec) if value is not None]:
         # The identity has the digest of what lay there.
         told["spec.yaml"] = (*told.get("spec.yaml", ()), *origin)
     if hidden := redacted_fields(run.fields):

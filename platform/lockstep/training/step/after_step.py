@@ -13,8 +13,7 @@ from lockstep.job.interface import Job, overrides
 from lockstep.randomness import after_step_key, seed_all
 from lockstep.training.failure import job_at
 from lockstep.training.state import TrainState
-from lockstep.training.step.phases import sharded_of
-from lockstep.training.step.sharding import state_refused
+from lockstep.training.step.refused_state import state_refused
 from lockstep.training.step.statistics import takes_statistics
 
 
@@ -51,7 +50,7 @@ def call_after_step(
     sharding = state.sharding
     with (
         nullcontext() if sharding is None else sharding.gathered(f"after step {step}"),
-        state_refused(sharded_of(state.optimizer).values()),
+        state_refused(state.optimizer),
         job_at(f"after step {step}"),
         torch.no_grad(),
     ):

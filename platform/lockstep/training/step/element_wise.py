@@ -1,7 +1,7 @@
 """Which optimizers update each element by that element's own numbers, so that the workers may share a parameter out and get the bits of the whole.
 
 Those of torch that a spec can name do. A job's own says so, by an attribute `elementwise = True` of its class or of itself, and is tried: on a
-few hundred numbers, whole and in two parts.
+few hundred numbers, whole, in two parts and, where parts are rows of numbers, in other dimensions.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from lockstep.training.failure import job_at
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.module_modes import Modes
 from lockstep.training.step.buffers import KeptBuffers
-from lockstep.training.step.phases import sharded_of
-from lockstep.training.step.sharding import state_refused
+from lockstep.training.step.refused_state import state_refused
 
 
 def has_eval_weights(job: Job) -> bool:
@@ -86,7 +85,7 @@ class JobWeights:
 
     def _entered(self) -> AbstractContextManager[Any]:
         seed_all(eval_weights_key(self.seed), self.group.device)
-        with state_refused(sharded_of(self.optimizer).values()), job_at("in eval_weights"):
+        with state_refused(self.optimizer), job_at("in eval_weights"):
             arguments = (self.first,) if self.takes_batches else ()
             context = self.job.eval_weights(self.model, self.optimizer, *arguments)
             if not isinstance(context, AbstractContextManager):

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,30 +136,6 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None
         optimizer.step()
     else:
         optimizer.step(closure)  # type: ignore[arg-type]
-
-
-class _SharedOut(defaultdict[Any, Any]):
-    """In the place of the state of an optimizer while the job's code runs: nothing would be in it, and what is written there lost."""
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise problems.STATE_SHARED_OUT()
-
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = _refuse
-    get = items = keys = values = pop = clear = update = setdefault = _refuse  # type: ignore[assignment]
-
-
-@contextmanager
-def state_refused(sharded: Iterable[ShardedOptimizer]) -> Iterator[None]:
-    """In the block, in which the job's code runs: raise JobError where it looks for the state of these optimizers, of which a worker has its part alone."""
-    whole = [optimizer for member in sharded for optimizer in (member, *member.made_from)]
-    states = [optimizer.state for optimizer in whole]
-    for optimizer in whole:
-        optimizer.state = _SharedOut()
-    try:
-        yield
-    finally:
-        for optimizer, state in zip(whole, states, strict=True):
-            optimizer.state = state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
