@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-import lockstep.training.step.full_sharding as full_sharding
+import lockstep.training.step.fsdp_collectives as fsdp_collectives
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.plan import Position
 from lockstep.randomness import digest64
@@ -223,7 +223,7 @@ def test_no_bit_of_a_sharded_run_is_another_where_all_is_computed_twice(
 
 def lying_with_rows(document: Document, rank: int, seed: int, share: float) -> Attempted:
     """As `lying`, in a unit's gradient before its rows go to their workers."""
-    here, scatter, calls = dist.get_rank(), full_sharding._Scatter.__call__, [0]
+    here, scatter, calls = dist.get_rank(), fsdp_collectives.Scatter.__call__, [0]
 
     def lie(self: Any, **given: Any) -> None:
         calls[0] += 1
@@ -231,7 +231,7 @@ def lying_with_rows(document: Document, rank: int, seed: int, share: float) -> A
             flip(given["input_tensor"], bit=calls[0] % 23)
         scatter(self, **given)
 
-    with mock.patch.object(full_sharding._Scatter, "__call__", lie):
+    with mock.patch.object(fsdp_collectives.Scatter, "__call__", lie):
         return attempted(document, AttemptOrigin())
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from torch import Tensor, nn
 
+import lockstep.training.step.fsdp_collectives as fsdp_collectives
 import lockstep.training.step.full_sharding as full_sharding
 from lockstep.checkpoint.runs.run_folder import AttemptOrigin
 from lockstep.training import problems
@@ -114,7 +115,7 @@ class Deep(Plain):
 
 def gathers(document: Document) -> tuple[int, int]:
     """How many gathers the last pass of a run begins, and how many it has begun before it waits for one of them, at most."""
-    begun, waited = full_sharding._Gather.__call__, full_sharding._Gathering.wait
+    begun, waited = fsdp_collectives.Gather.__call__, fsdp_collectives.Gathering.wait
     begin_pass = full_sharding.FullSharding.begin_pass
     of_pass: list[list[int]] = []
 
@@ -132,8 +133,8 @@ def gathers(document: Document) -> tuple[int, int]:
 
     of_pass.append([])
     with (
-        mock.patch.object(full_sharding._Gather, "__call__", begin),
-        mock.patch.object(full_sharding._Gathering, "wait", wait),
+        mock.patch.object(fsdp_collectives.Gather, "__call__", begin),
+        mock.patch.object(fsdp_collectives.Gathering, "wait", wait),
         mock.patch.object(full_sharding.FullSharding, "begin_pass", note),
     ):
         train(document)

@@ -136,6 +136,10 @@ COVERED = {
         "tests/distributed/test_full_sharding.py",
         "tests/distributed/test_fp16.py",
     ],
+    "training/step/fsdp_collectives.py": [
+        "tests/distributed/test_full_sharding.py",
+        "tests/distributed/test_units.py",
+    ],
     "training/step/full_sharding.py": [
         "tests/distributed/test_full_start.py",
         "tests/distributed/test_full_sharding.py",

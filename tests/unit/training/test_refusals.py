@@ -35,7 +35,8 @@ from lockstep.training.run_facts import _own_fields
 from lockstep.training.step import problems as step_problems
 from lockstep.training.step.closures import Closure
 from lockstep.training.step.compiled import Program
-from lockstep.training.step.full_sharding import FullSharding, _not_once, advised, diverged
+from lockstep.training.step.fsdp_collectives import not_once
+from lockstep.training.step.full_sharding import FullSharding, advised, diverged
 from lockstep.training.step.phase_step import PhaseStep
 from lockstep.training.step.sample_rows import StepRows
 from lockstep.training.step.sharded_modes import NoShards
@@ -175,7 +176,7 @@ CALLS: list[Refusal] = [
     (twice_differentiated, step_problems.GRADIENT_WENT_ON, {"name": "0.weight", "where": "step 1"}),
     (no_rows, step_problems.NO_ROWS, {"label": "job.embed"}),
     (lambda _: raised(diverged("step 3")), step_problems.DIVERGED, {"where": "step 3"}),
-    (lambda _: raised(_not_once(["a.weight"], 2, "step 3")), step_problems.COMPUTED_AGAIN, {"name": "a.weight", "got": 2}),
+    (lambda _: raised(not_once(["a.weight"], 2, "step 3")), step_problems.COMPUTED_AGAIN, {"name": "a.weight", "got": 2}),
     (summed_alone, step_problems.SUMMED_ALONE, {"where": "step 1"}),
 ]  # fmt: skip
 

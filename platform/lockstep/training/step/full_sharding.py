@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.checkpoint.stored_tensor import in_memory
@@ -28,6 +26,7 @@ from lockstep.errors import JobError
 from lockstep.spec.sharding import Sharding
 from lockstep.tensor_bytes import row_of
 from lockstep.training.step import problems
+from lockstep.training.step.fsdp_collectives import Gather, Observe, Scatter, all_gather, not_once
 from lockstep.training.step.fsdp_modules import (
     Root,
     in_order_of_fsdp,
@@ -39,7 +38,7 @@ from lockstep.training.step.fsdp_modules import (
 )
 from lockstep.training.step.host_memory import HostMemory
 from lockstep.training.step.parameters import missing_gradient, noted_on, written_parameter
-from lockstep.training.step.reduction import TreeSum, add_in_place
+from lockstep.training.step.reduction import TreeSum
 from lockstep.training.step.sharded_modes import NoShards, WholeGradients
 from lockstep.training.step.sharding_units import Calls, members_of, units_of
 from lockstep.training.step.shards import Shard, element_ranges
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
     from lockstep.training.step.fsdp_calls import FSDPCalls
 
 T = TypeVar("T")
-
-Observe = Callable[[Sequence[Tensor], Sequence[int]], None]
-"""Called with gradients of one micro-batch, in logical order, and the indices of their parameters."""
 
 _CALLS = (
     "set_custom_all_gather",
@@ -233,7 +229,7 @@ class FullSharding:
                 vars(filled).update(vars(blank))
                 put(self._places[name], filled)
 
-    def _set_up(self, calls: Sequence[FSDPCalls], asking: Mapping[str, bool]) -> list[_Scatter]:
+    def _set_up(self, calls: Sequence[FSDPCalls], asking: Mapping[str, bool]) -> list[Scatter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         scatters = []
         modules = [sharded.module for sharded in calls]
@@ -243,8 +239,8 @@ class FullSharding:
                 names[id(parameter)] for parameter in in_order_of_fsdp(module, modules, names, self.whole)
             ]
             learning = [name for name in of_unit if asking[name]]
-            scatter = _Scatter(self, learning)
-            sharded.set_custom_all_gather(_Gather(self, number))
+            scatter = Scatter(self, learning)
+            sharded.set_custom_all_gather(Gather(self, number))
             sharded.set_custom_reduce_scatter(scatter)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -333,7 +329,7 @@ class FullSharding:
             self.reshard()
         for scatter in self._scatters:
             if scatter.calls != bool(scatter.learning):
-                raise _not_once(scatter.learning, scatter.calls, where)
+                raise not_once(scatter.learning, scatter.calls, where)
         self._add_whole(where)
         for name, parameter in self.model.named_parameters():
             if name in self.whole:
@@ -368,7 +364,7 @@ class FullSharding:
         """The gradients of every rank, by rank, in memory of their own."""
         row = torch.cat([_bytes(gradient) for gradient in gradients])
         every = row.new_empty((self.group.size, len(row)))
-        self.group.wait(_all_gather(every.view(-1), row, self.group.channel))
+        self.group.wait(all_gather(every.view(-1), row, self.group.channel))
         sizes = [gradient.nbytes for gradient in gradients]
         return [
             [
@@ -441,7 +437,7 @@ class FullSharding:
         row = gradient.new_zeros(len(element_ranges(shape, self.group.size)[0]))
         row[: gradient.numel()] = gradient.reshape(-1)
         every = row.new_empty(self.group.size * len(row))
-        self.group.wait(_all_gather(every, row, self.group.channel))
+        self.group.wait(all_gather(every, row, self.group.channel))
         return every[: shape.numel()].view(shape)  # only the last rows are filled up
 
     def state(self) -> dict[str, Any]:
@@ -471,141 +467,6 @@ class FullSharding:
                 else:
                     rest[name] = in_memory(saved[name])
         self.model.load_state_dict(rest, strict=False)
-
-
-class _Gather:
-    """FSDP's gathering of a unit, on the group's channel: a lost worker ends it as it ends any other wait."""
-
-    def __init__(self, sharding: FullSharding, number: int) -> None:
-        self._sharding, self._number = sharding, number
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> _Gathering:
-        """Begin to gather. FSDP waits for what is returned when the unit is needed."""
-        sharding = self._sharding
-        sharding.order = (sharding.order * 1_000_003 + self._number + 1) % (1 << 48)
-        if sharding._forward is not None:
-            sharding._forward.append(self._number)
-        sharding.free_copied()
-        sharding.begun.add(self._number)
-        work = _all_gather(output_tensor, input_tensor, group)
-
-        def wait() -> None:
-            sharding.group.wait(work)
-            sharding.begun.discard(self._number)
-            if output_tensor.device.type == "cpu":
-                sharding.copied.append(output_tensor)
-
-        return _Gathering(wait)
-
-
-class _Gathering(dist.Work):
-    """A collective that is waited for as the group waits for any other."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        super().__init__()
-        self._wait = wait
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._wait()
-        return True
-
-
-class _Scatter:
-    """Brings the rows of a unit's gradients to their workers, and adds those of W micro-batches along the tree."""
-
-    def __init__(self, sharding: FullSharding, asking: list[str]) -> None:
-        """`asking` are the parameters of the unit that ask for a gradient, in FSDP's order."""
-        self._sharding, self._asking, self._host = sharding, asking, sharding.host
-        self.learning: list[str] = []
-        """Those that get one in the phase under way."""
-        self.tree = TreeSum(0)
-        self._in_host: set[int] = set()
-        """The ids of its sums that are in host memory."""
-        self.calls = 0
-
-    def begin(self, leaves: int, places: Mapping[str, int]) -> None:
-        """Begin a phase of a step in which the parameters of `places` learn."""
-        ranks, shards = self._sharding.group.size, self._sharding.shards
-        self.tree = TreeSum(leaves) if self._host is None else TreeSum(leaves, self._added)
-        self._in_host = set()
-        self.learning = [name for name in self._asking if name in places]
-        self._shapes = [shards[name].shape for name in self.learning]
-        self._elements = [element_ranges(shape, ranks) for shape in self._shapes]
-        self._widths = [len(elements[0]) for elements in self._elements]
-        self._indices = [places[name] for name in self.learning]
-
-    def _added(self, left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-        assert self._host is not None
-        left = [self._host.on_device(total) if id(total) in self._in_host else total for total in left]
-        return add_in_place(left, right)
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent, then for the sum: in host memory where the rows are, as FSDP would copy it there after each pass."""
-        if self._host is not None and sum(size) == sum(self._widths):
-            return self._host.empty(size, dtype)
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """`input_tensor` has a row for each rank: its rows of the unit's gradients one after another, each filled up to the length of rank 0's."""
-        sharding, ranks = self._sharding, self._sharding.group.size
-        sharding.free_copied()
-        self.calls += 1
-        if self.calls > 1 or output_tensor.numel() != sum(self._widths):
-            raise _not_once(
-                self.learning, self.calls if self.calls > 1 else 0, f"micro-batches {sharding.pass_}"
-            )
-        if sharding.empty:
-            input_tensor.zero_()
-        if sharding.observe is not None:
-            self._show(input_tensor.view(ranks, -1), sharding.observe)
-        received = torch.empty_like(input_tensor)
-        sharding.group.wait(dist.all_to_all_single(received, input_tensor, group=group, async_op=True))
-        rows = received.view(ranks, -1)
-        for m, row in zip(sharding.pass_, rows, strict=False):
-            self.tree.add(range(m, m + 1), [row])
-        if sharding.last:
-            output_tensor.copy_(self.tree.sums[0][1][0])
-            self.tree = TreeSum(0)
-        else:
-            self.tree.sums = [(node, [self._remaining(total, received)]) for node, (total,) in self.tree.sums]
-            if self._host is not None:
-                self._in_host = {id(total) for _, (total,) in self.tree.sums}
-        if (
-            received.device.type == "cpu"
-        ):  # a thread of gloo keeps what it has sent and received until it gets a turn to run
-            for done in (received, input_tensor):
-                done.untyped_storage().resize_(0)
-
-    def _remaining(self, total: Tensor, received: Tensor) -> Tensor:
-        """A sum that the next passes need, in memory of its own: what was received is W times as much."""
-        if self._host is not None:
-            return total if id(total) in self._in_host else self._host.in_host(total)
-        start, end = received.data_ptr(), received.data_ptr() + received.nbytes
-        return total.clone() if start <= total.data_ptr() < end else total
-
-    def _show(self, rows: Tensor, observe: Observe) -> None:
-        """Show the gradients of this rank's micro-batch, one parameter at a time."""
-        begin = 0
-        for shape, elements, width, index in zip(
-            self._shapes, self._elements, self._widths, self._indices, strict=True
-        ):
-            parts = [row[begin : begin + len(each)] for row, each in zip(rows, elements, strict=True)]
-            observe([torch.cat(parts).view(shape)], [index])
-            begin += width
-
-
-def _all_gather(output: Tensor, own: Tensor, channel: Any) -> Any:
-    gather = (
-        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    )  # its name since torch 2.13
-    return gather(output, own, group=channel, async_op=True)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -649,12 +510,6 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 def _name_of(model: nn.Module, unit: nn.Module) -> str:
     return str(next(name for name, module in model.named_modules() if module is unit))
-
-
-def _not_once(names: Sequence[str], times: int, where: str) -> JobError:
-    if times == 0:
-        return missing_gradient(names, where)
-    return problems.COMPUTED_AGAIN(name=names[0], got=times, where=where)
 
 
 _OF_SHARDS = ("storage of size 0", "DTensor")
