@@ -64,6 +64,26 @@ class NotesOnParameters(Kind):
         return LionThatAsks(model.parameters(), lr=0.05)
 
 
+class LionByName(Lion):
+    """Decays what is no bias, by the names that torch keeps beside the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p, name in zip(group["params"], group["param_names"], strict=True):
+                if p.grad is not None and not name.endswith("bias"):
+                    p.mul_(1 - group["lr"])
+        super().step()
+
+
+class DecaysByName(Kind):
+    def model(self) -> nn.Module:
+        return perceptron(FEATURES, CLASSES)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return LionByName(model.named_parameters(), lr=0.05)
+
+
 class Gained(nn.Linear):
     """Asks its weight for a factor."""
 

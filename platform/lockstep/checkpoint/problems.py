@@ -17,7 +17,7 @@ UNSTORABLE = Problem(
     "checkpoint.unstorable",
     JobError,
     "checkpoint: {where} is {got}, which a checkpoint cannot hold",
-    "wanted tensors, numbers, text, true, false, None, and lists, tuples or mappings of these",
+    "wanted tensors, arrays of NumPy's, numbers, text, true, false, None, and lists, tuples or mappings of these",
     cause="an object of the job's own in `state_dict`, in the optimizer's state or in the model's",
     advice="its content as tensors and plain values; make the object anew in `load_state_dict`",
 )

@@ -1,7 +1,7 @@
 """A section's state as JSON and tensors, and back, exactly.
 
-A tree is a tensor, None, a truth value, a number, text, or a list, tuple or mapping of trees; keys are plain
-values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `tree_decoder.unpack`
+A tree is a tensor, an array or number of NumPy's, None, a truth value, a number, text, or a list, tuple or mapping of
+trees; keys are plain values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `tree_decoder.unpack`
 gives back the same tree: types and order of keys, every bit of a float or a tensor, whole numbers of any size, a
 tuple as a tuple. Tensors that share the same memory are stored once and are one tensor again; those that overlap are views
 of one stored memory again, and a list or mapping that is in several places is one object again. A tensor that is
@@ -18,6 +18,8 @@ In the skeleton a JSON object is a mapping with text keys, unless its only key b
     {"$ordered": [[key, value], …]}                a collections.OrderedDict within a tree; a tree that is one, as a model's state, is a mapping
     {"$float": "7ff8000000000001"}                 the bits of a float that is not finite
     {"$int": "0x8000000000000000"}                 a whole number beyond 64 bits
+    {"$number": "<f4", "bytes": "cdcccc3d"}        a number of NumPy's, with its type
+    {"$array": {"$tensor": "seen"}}                an array of NumPy's, in the memory of that tensor
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import problems
+from lockstep.checkpoint.tree_decoder import NUMBERS
 from lockstep.errors import JobError
 from lockstep.tensor_bytes import is_row_major
 
@@ -248,6 +252,10 @@ class _Packing:
             return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is np.ndarray:
+            return {"$array": self._tensor(self._of_array(value, path), path)}
+        if isinstance(value, np.generic) and (dtype := value.dtype.str) in NUMBERS:
+            return {"$number": dtype, "bytes": value.tobytes().hex()}
         if depth > _DEEPEST:
             raise self._refused(path, "nested too deep, or holds itself")
         if kind is tuple:
@@ -305,6 +313,15 @@ class _Packing:
             self._overlap |= nbytes > reach
             self._at[start] = start + reach, None if copied else name
         return _tensor_word(name, order)
+
+    def _of_array(self, array: np.ndarray, path: str) -> Tensor:
+        """A tensor in the memory of an array; of a copy where torch takes no such memory."""
+        if min(array.strides, default=0) < 0 or not array.flags.writeable:
+            array = array.copy("K")
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            raise self._refused(path, f"an array of {array.dtype}") from None
 
     def _same(self, stored: Tensor | Elsewhere, tensor: Tensor) -> bool:
         """Whether a stored tensor is another one that begins at the same address."""

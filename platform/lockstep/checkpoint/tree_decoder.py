@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     from lockstep.checkpoint.tree import Tree
 
-_WORDS = frozenset({"$tensor", "$view", "$same", "$tuple", "$map", "$ordered", "$float", "$int"})
+_WORDS = frozenset(
+    {"$tensor", "$view", "$same", "$tuple", "$map", "$ordered", "$float", "$int", "$number", "$array"}
+)
+NUMBERS = frozenset(
+    ["|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8))]
+    + ["<f2", "<f4", "<f8", "<c8", "<c16"]
+)
+"""The types of NumPy's numbers in a skeleton, as NumPy writes them."""
 _DEEPEST = 200
 """No tree that `pack` writes is nested as deep. Python's own limit depends on what else the process has imported."""
 
@@ -94,8 +101,12 @@ class _Decoding:
             return _reordered(self._tensor(content), value.get("order"))
         if word == "$view":
             return _viewed(self._tensor(content), value)
+        if word == "$number":
+            return _number(**{name.removeprefix("$"): item for name, item in value.items()})
         if len(value) > 1:
             raise ValueError("it stands beside other keys")
+        if word == "$array":
+            return _array(self.decode(content, depth + 1))
         if word == "$same":
             if type(content) is not int or content < 0:
                 raise ValueError(f"{content} is no number of a list or mapping")
@@ -108,6 +119,25 @@ class _Decoding:
         if word == "$float":
             return struct.unpack(">d", bytes.fromhex(content))[0]
         return int(content, 16)
+
+
+def _number(number: str, bytes: str) -> Any:
+    """A number of NumPy's, given its type and its bytes."""
+    import numpy as np
+
+    if number not in NUMBERS:
+        raise ValueError(f"{shown(number)} is no type of a number")
+    (value,) = np.frombuffer(bytearray.fromhex(bytes), number)
+    return value
+
+
+def _array(tensor: Any) -> Any:
+    """An array of NumPy's in the memory of a tensor, in host memory."""
+    from torch import Tensor
+
+    if not isinstance(tensor, Tensor):
+        raise TypeError("it is no tensor")
+    return tensor.cpu().numpy()
 
 
 def _reordered(tensor: Tensor, order: list[int] | None) -> Tensor:

@@ -303,6 +303,64 @@ def test_an_ordered_mapping_within_a_tree_stays_one() -> None:
     assert found["recent"] == {1: [2.5]}
 
 
+NUMBERS = [
+    *(kind(3) for kind in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)),
+    np.uint64(2**64 - 1),
+    *(kind(0.1) for kind in (np.float16, np.float32, np.float64, np.complex64, np.complex128)),
+    np.bool_(True),
+    np.float64("nan"),
+    np.float32("-inf"),
+    np.float64(-0.0),
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number!r}")
+def test_a_number_of_numpy_keeps_its_type(number: Any) -> None:
+    """A result of `np.mean` in the state of a job: as a float it would go on in other arithmetic."""
+    (back,) = through_files([number])
+    assert type(back) is type(number)
+    assert back.tobytes() == number.tobytes()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.uint32),
+        np.arange(12.0).reshape(3, 4),
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.arange(6)[::-1],
+        np.arange(12)[::3],
+        np.broadcast_to(np.float32(2), (3,)),
+        np.array(2.5),
+        np.zeros((0, 3)),
+        np.array([True, False]),
+    ],
+    ids=str,
+)
+def test_an_array_of_numpy_comes_back_to_the_bit(array: Any) -> None:
+    (back,) = through_files([array])
+    assert (type(back), back.dtype, back.shape) == (np.ndarray, array.dtype, array.shape)
+    assert back.tobytes() == array.tobytes()
+    assert back.flags.writeable
+
+
+def test_the_generator_of_numpy_goes_on_where_it_was() -> None:
+    generator = np.random.RandomState(5)
+    generator.normal()
+    saved = generator.get_state()
+    expected = generator.normal(size=3)
+    other = np.random.RandomState(6)
+    other.set_state(through_files(saved))
+    assert other.normal(size=3).tobytes() == expected.tobytes()
+
+
+def test_arrays_and_tensors_that_share_memory_share_it_again() -> None:
+    row = np.arange(6.0)
+    back = through_files({"row": row, "again": row, "tail": row[3:], "tensor": torch.from_numpy(row)})
+    back["row"][4] = -1.0
+    assert back["again"][4] == back["tail"][1] == back["tensor"][4] == -1.0
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -314,8 +372,13 @@ CYCLE.append(CYCLE)
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (np.float64(1.0), "job/a/0 is a numpy.float64"),
-        (np.zeros(2), "a numpy.ndarray"),
+        (np.datetime64("2026-01-01"), "job/a/0 is a numpy.datetime64"),
+        (np.longdouble(1), "a numpy.longdouble"),
+        (np.array(["a"]), "an array of <U1"),
+        (np.array([{}]), "an array of object"),
+        (np.zeros(2).astype(">f8"), "an array of >f8"),
+        (np.zeros(2, np.complex128), "a tensor of torch.complex128"),
+        (np.ma.masked_array([1.0], [True]), "a numpy.ma.MaskedArray"),
         ({1, 2}, "a builtins.set"),
         (b"", "a builtins.bytes"),
         (namedtuple("Pair", "a")(1), "Pair"),
@@ -363,6 +426,14 @@ def test_what_no_checkpoint_can_hold_is_refused_with_its_place(value: Any, told:
         {"$float": "00"},
         {"$float": 3},
         {"$int": "many"},
+        {"$number": "O", "bytes": "00" * 8},
+        {"$number": "<f4", "bytes": "00"},
+        {"$number": "<f4", "bytes": "00" * 8},
+        {"$number": "<f4"},
+        {"$number": "<f4", "bytes": "00" * 4, "more": 1},
+        {"$array": 3},
+        {"$array": {"$tensor": "missing"}},
+        {"$array": {"$tensor": "x"}, "more": 1},
         [],
         [{"$tensor": "x"}] + [[]] * 3 + [{"$word": 1}],
     ],

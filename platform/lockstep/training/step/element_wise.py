@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -19,11 +20,14 @@ from lockstep.training.step import problems
 from lockstep.training.step.closures import needs_closure
 from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
-from lockstep.training.step.sharding import SCALARS, over
+from lockstep.training.step.parameters import noted_on
+from lockstep.training.step.sharding import SCALARS, over, settings_of, with_parameters
 from lockstep.training.step.span_gathering import UNIT
 from lockstep.training.step.weight_average import has_modes
 
 _STEPS, _ELEMENTS = 4, 4 * UNIT
+_FEW = 16
+"""Elements in the place of each parameter where all of a group are tried."""
 _SHAPES = (4, UNIT), (2, 2, 2, UNIT // 2)
 """Of a matrix and of a kernel with so many elements."""
 _OF_TORCH = ("param_groups", "state", "defaults")
@@ -105,26 +109,47 @@ def _leaves(value: Any) -> list[Any]:
     return [each for leaf in leaves for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])]
 
 
+class _Piece(NamedTuple):
+    """Elements `start … stop - 1` of the row of numbers, in the place of a group's parameter."""
+
+    number: int
+    start: int
+    stop: int
+
+
 def _try(optimizer: torch.optim.Optimizer, name: str, by_rows: bool) -> None:
     """SpecError where an optimizer that says it is elementwise is not, on a row of numbers."""
+    groups = optimizer.param_groups
+    row, cut = [_Piece(0, 0, _ELEMENTS)], [_Piece(0, 0, UNIT), _Piece(0, UNIT, _ELEMENTS)]
+    each = [[_Piece(i, i * _FEW, (i + 1) * _FEW) for i in range(len(group["params"]))] for group in groups]
+    # A worker's groups lack what others update; where all have rows of each, what does not learn.
+    some = [pieces if by_rows and len(pieces) == 1 else pieces[1::2] for pieces in each]
     with torch.random.fork_rng(), job_at(f"while {name} was tried on a few numbers"):
-        whole, parts = _updated(optimizer, [_ELEMENTS]), _updated(optimizer, [UNIT, _ELEMENTS - UNIT])
-        shaped = [] if by_rows else [_updated(optimizer, [_ELEMENTS], shape) for shape in _SHAPES]
+        whole, parts = (_updated(optimizer, [p and pieces for p in each]) for pieces in (row, cut))
+        shapes = () if by_rows else _SHAPES
+        shaped = [_updated(optimizer, [p and row for p in each], shape) for shape in shapes]
+        together, apart = _updated(optimizer, each), _updated(optimizer, some)
     if whole.changed:
         raise problems.NO_PARTS(
             name=name,
             got=f"changes {whole.changed} in its updates, beside the state of its parameters: no worker would know of what another one changes",
             remedy="keep it in the state, or ",
         )
-    if not torch.equal(whole.values, parts.values):
+    if not torch.equal(whole.row(), parts.row()):
         raise problems.PARTS_DIFFER(name=name, got="updates a row of numbers otherwise")
-    if not all(torch.equal(whole.values, other.values) for other in shaped):
+    if not all(torch.equal(whole.row(), other.row()) for other in shaped):
         raise problems.NO_PARTS(
             name=name,
             got="updates a matrix otherwise than a row of the same numbers, and parts are rows",
             remedy="decide by parameter groups and not by dimensions, set sharding=full, or ",
         )
-    for key, value in whole.state.items():
+    if not all(torch.equal(value, together.values[place]) for place, value in apart.values.items()):
+        raise problems.NO_PARTS(
+            name=name,
+            got="updates a parameter otherwise where others of its group are missing, as on a worker that does not update those",
+            remedy="give each parameter its numbers by a group of its own or by an attribute, or ",
+        )
+    for key, value in whole.states[0].items():
         if isinstance(value, Tensor) and value.shape != (_ELEMENTS,) and key not in SCALARS:
             raise problems.NO_PARTS(
                 name=name,
@@ -132,39 +157,47 @@ def _try(optimizer: torch.optim.Optimizer, name: str, by_rows: bool) -> None:
                 remedy="",
             )
         if isinstance(value, Tensor) and value.shape == (_ELEMENTS,):
-            rows = [state[key] for state in parts.states]
+            rows = [state[key] for state in parts.states[: len(cut)]]
             if not torch.equal(value, torch.cat(rows)):
                 raise problems.PARTS_DIFFER(name=name, got=f"keeps another {key!r}")
 
 
-class _Tried:
+class _Tried(NamedTuple):
     """What some steps on a row of numbers came to."""
 
-    def __init__(self, values: Tensor, states: list[dict[str, Any]], changed: str) -> None:
-        self.values, self.states, self.changed = values, states, changed
-        self.state = states[0]
+    values: dict[tuple[int, _Piece], Tensor]
+    """By group and piece."""
+    states: list[dict[str, Any]]
+    """Of each piece."""
+    changed: str
+
+    def row(self) -> Tensor:
+        return torch.cat(list(self.values.values()))
 
 
-def _updated(optimizer: torch.optim.Optimizer, lengths: list[int], shape: Sequence[int] = (-1,)) -> _Tried:
-    """What steps come to on a row of numbers in parts of these lengths, each group's; each part has the `shape`."""
+def _updated(
+    optimizer: torch.optim.Optimizer, pieces_by_group: Sequence[Sequence[_Piece]], shape: Sequence[int] = (-1,)
+) -> _Tried:
+    """What steps come to on pieces of a row of numbers in the place of each group's parameters; each piece has the `shape`."""
     torch.manual_seed(1)
-    row = torch.randn(_ELEMENTS)
-    groups = [
-        {
-            **{name: _copied(value) for name, value in group.items() if name != "params"},
-            "params": [nn.Parameter(part.clone().view(shape)) for part in torch.split(row, lengths)],
-        }
-        for group in optimizer.param_groups
-    ]
-    gradients = torch.randn(_STEPS, _ELEMENTS)
+    row = torch.randn(_ELEMENTS + _FEW * max(len(group["params"]) for group in optimizer.param_groups))
+    gradients = torch.randn(_STEPS, len(row))
+    groups, placed = [], []
+    for number, (group, pieces) in enumerate(zip(optimizer.param_groups, pieces_by_group, strict=True)):
+        parameters = [nn.Parameter(row[piece.start : piece.stop].clone().view(shape)) for piece in pieces]
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            vars(parameter).update(noted_on(group["params"][piece.number]))
+            placed.append((number, piece, parameter))
+        settings = {name: _copied(value) for name, value in settings_of(group).items()}
+        numbers = [piece.number for piece in pieces]
+        groups.append({**with_parameters(group, numbers, parameters), **settings})
     tried = over(optimizer, groups)
     before = _numbers(tried)
 
     def evaluate(step: int) -> Tensor:
-        for group in groups:
-            parts = torch.split(gradients[step], lengths)
-            for parameter, gradient in zip(group["params"], parts, strict=True):
-                parameter.grad = gradient.view(shape) + 0.1 * parameter.detach()
+        for _, piece, parameter in placed:
+            gradient = gradients[step][piece.start : piece.stop].view(shape)
+            parameter.grad = gradient + 0.1 * parameter.detach()
         return torch.ones((), dtype=torch.float64)
 
     drawn = torch.get_rng_state()
@@ -178,9 +211,8 @@ def _updated(optimizer: torch.optim.Optimizer, lengths: list[int], shape: Sequen
     changed = next((name for name in after if before.get(name) != after[name]), "")
     if not torch.equal(drawn, torch.get_rng_state()):
         changed = "the generator of random numbers"
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    values = torch.cat([parameter.detach().view(-1) for parameter in parameters])
-    states = [dict(tried.state.get(parameter, {})) for parameter in groups[0]["params"]]
+    values = {(number, piece): parameter.detach().view(-1) for number, piece, parameter in placed}
+    states = [dict(tried.state.get(parameter, {})) for _, _, parameter in placed]
     return _Tried(values, states, changed)
 
 
@@ -205,6 +237,6 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def _number(leaf: Any) -> Any:
     """A leaf of a value by its content; of an object that has none of these kinds nothing is known but its type."""
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor | np.ndarray | np.generic):
         return leaf.tolist()
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__

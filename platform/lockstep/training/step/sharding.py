@@ -110,6 +110,25 @@ def check_threads(model: nn.Module, device: torch.device, threads: int, sharding
             raise problems.SHORT_THREADS(got=sharding, threads=threads, name=name, dtype=parameter.dtype)
 
 
+_OF_PARAMETERS = ("params", "param_names")
+"""What a group has for each of its parameters."""
+
+
+def with_parameters(group: Mapping[str, Any], numbers: Sequence[int], values: Sequence[Tensor]) -> dict[str, Any]:
+    """A group that has `values` in the place of its parameters `numbers`, and none of the others."""
+    names = group.get("param_names")
+    return {
+        **group,
+        "params": list(values),
+        **({} if names is None else {"param_names": [names[i] for i in numbers]}),
+    }
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without what it has for each of its parameters."""
+    return {name: value for name, value in group.items() if name not in _OF_PARAMETERS}
+
+
 def over(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer with the settings of `whole`, over the parameters of other `groups`, and without state."""
     kind = type(whole)
@@ -216,8 +235,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups, index = [], 0
         for every in self.param_groups:
             numbers = range(index, index + len(every["params"]))
-            params = [parts[i].value for i in numbers if i in parts and self.parameters[i].requires_grad]
-            groups.append({**every, "params": params})
+            here = [i for i in numbers if i in parts and self.parameters[i].requires_grad]
+            groups.append(
+                with_parameters(every, [i - index for i in here], [parts[i].value for i in here])
+            )
             index = numbers.stop
         made, begin = [], 0
         for member in self.joined_members:
@@ -267,7 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update a rank's parts by the optimizer that has their state."""
         for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
-            group.update({name: value for name, value in every.items() if name != "params"})
+            group.update(settings_of(every))
         self._take_gradients(parts)
         _step(optimizer, closure)
         for part in parts.values():
@@ -502,7 +523,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
             if optimizer is None:
                 continue
             for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
-                group.update({name: value for name, value in every.items() if name != "params"})
+                group.update(settings_of(every))
             if self.host is None:
                 _step(optimizer, closure)
             else:  # without mirrors, and without a closure

@@ -242,6 +242,44 @@ def test_an_own_optimizer_that_says_it_is_elementwise_is_tried(
     assert float(optimizer.param_groups[0]["heat"]) == 1.0
 
 
+class Scaled(torch.optim.Optimizer):
+    """A descent that has a factor for each parameter, where `by` says."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, by: str, **of_group: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **of_group})
+        self.by = by
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if self.by == "names":
+                    scale = 0.5 if group["param_names"][i] == "1.bias" else 1.0
+                elif self.by == "attributes":
+                    scale = p.scale
+                else:
+                    scale = group["scales"][i]
+                p.add_(p.grad, alpha=-scale * group["lr"])
+            assert len(group.get("param_names", group["params"])) == len(group["params"])
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_factors_of_parameters_follow_names_and_attributes_and_no_list(by_rows: bool) -> None:
+    """A worker that lacks a parameter would give the others the factors of those before them."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for p in model.parameters():
+        p.scale = 0.5  # type: ignore[attr-defined]
+    check_shardable(Scaled(model.named_parameters(), "names"), by_rows=by_rows)
+    check_shardable(Scaled(model.parameters(), "attributes"), by_rows=by_rows)
+    alike = Scaled(model.parameters(), "list", scales=[0.5] * 4)
+    check_shardable(alike, by_rows=by_rows)
+    listing = Scaled(model.parameters(), "list", scales=[1.0, 1.0, 1.0, 0.5])
+    with raises(problems.NO_PARTS, got=re.compile("^updates a parameter otherwise where others")):
+        check_shardable(listing, by_rows=by_rows)
+
+
 def test_a_method_of_the_optimizer_itself_is_refused() -> None:
     """A part's optimizer would not have it, or would call the one that updates whole parameters."""
     for kind in (Signed, torch.optim.AdamW):
