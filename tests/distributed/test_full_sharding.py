@@ -44,7 +44,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.integrity import problems as integrity_problems
 from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.observe import worker_memory
-from lockstep.training.problems import HELD_OUTSIDE
+from lockstep.training.problems import HELD_OUTSIDE, KNOWN_BY_ID
 from lockstep.training.read_relay import PIECE
 from lockstep.training.state import TrainState
 from lockstep.training.step import problems
@@ -598,6 +598,57 @@ def test_a_parameter_that_the_job_holds_itself_is_refused(pool: Pool) -> None:
     """It would keep the weights of the start, and its gradient would be lost without a word."""
     with raises(HELD_OUTSIDE, name="0.weight"):
         pool.run(2, train, full(small(f"{HERE}:Wanderer")))
+
+
+QUIET: set[int] = set()
+
+
+class KnowsByID(Plain):
+    """Knows some of its parameters by what `id` says of them, in an attribute of its own, of its module, or of its model."""
+
+    where = "attribute"
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        weight = id(model[0].weight)  # type: ignore[index]
+        if self.where == "attribute":
+            self.quiet = {"decayed": [weight]}
+        if self.where == "module":
+            QUIET.clear()
+            QUIET.add(weight)
+        if self.where == "model":
+            model.quiet = {weight: 0.5}  # type: ignore[assignment]
+        if self.where == "function":
+            self.is_quiet = lambda parameter: id(parameter) == weight
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        quiet = {*getattr(self, "quiet", {}).get("decayed", []), *QUIET, *getattr(model, "quiet", {})}
+        for parameter in model.parameters():
+            if id(parameter) in quiet or getattr(self, "is_quiet", lambda _: False)(parameter):
+                parameter.mul_(0.9)
+
+
+class InModule(KnowsByID):
+    where = "module"
+
+
+class InModel(KnowsByID):
+    where = "model"
+
+
+class InFunction(KnowsByID):
+    where = "function"
+
+
+@pytest.mark.parametrize(
+    ("job", "where"),
+    [("KnowsByID", "quiet"), ("InModule", "QUIET"), ("InModel", "model"), ("InFunction", "is_quiet")],
+)
+def test_a_parameter_that_the_job_knows_by_its_id_is_refused(pool: Pool, job: str, where: str) -> None:
+    """There is another in its place: nothing would match, and nothing say so."""
+    with raises(KNOWN_BY_ID, name="0.weight", got=where):
+        pool.run(2, train, full(small(f"{HERE}:{job}", rehearsal="quick")))
 
 
 class Entangled(Plain):

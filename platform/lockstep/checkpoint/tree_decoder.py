@@ -24,8 +24,7 @@ _WORDS = frozenset(
     {"$tensor", "$view", "$same", "$tuple", "$map", "$ordered", "$float", "$int", "$number", "$array"}
 )
 NUMBERS = frozenset(
-    ["|b1", "|i1", "|u1", *(f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8))]
-    + ["<f2", "<f4", "<f8", "<c8", "<c16"]
+    {"|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"}
 )
 """The types of NumPy's numbers in a skeleton, as NumPy writes them."""
 _DEEPEST = 200
@@ -102,7 +101,7 @@ class _Decoding:
         if word == "$view":
             return _viewed(self._tensor(content), value)
         if word == "$number":
-            return _number(**{name.removeprefix("$"): item for name, item in value.items()})
+            return _number(value)
         if len(value) > 1:
             raise ValueError("it stands beside other keys")
         if word == "$array":
@@ -121,14 +120,15 @@ class _Decoding:
         return int(content, 16)
 
 
-def _number(number: str, bytes: str) -> Any:
-    """A number of NumPy's, given its type and its bytes."""
+def _number(word: dict[str, Any]) -> Any:
+    """The number of NumPy's that a word describes."""
     import numpy as np
 
-    if number not in NUMBERS:
-        raise ValueError(f"{shown(number)} is no type of a number")
-    (value,) = np.frombuffer(bytearray.fromhex(bytes), number)
-    return value
+    dtype = word["$number"]
+    if word.keys() != {"$number", "bytes"} or dtype not in NUMBERS:
+        raise ValueError("it is no number of a known type")
+    (number,) = np.frombuffer(bytearray.fromhex(word["bytes"]), dtype)
+    return number
 
 
 def _array(tensor: Any) -> Any:

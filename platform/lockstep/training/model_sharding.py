@@ -33,14 +33,14 @@ def shard(
     whole: Sequence[str] = (),
 ) -> None:
     """Leave this worker its rows of the parameters. All ranks call it, with the same state; `fill` gives parameters memory that have none, and those of `whole` stay so."""
-    originals = originals_of(state.model)
+    originals = originals_of(state.model, job)
     uncut, fused = _uncut(job, state, whole), _is_fused(state)
     mirrored = None if state.mirrored_shards is None else state.mirrored_shards.mirrored
     sharding = FullSharding(state.model, group, calls, uncut, fused, fill, spec.sharding, mirrored)
     state.shard(sharding, group)
     if state.mirrored_shards is not None:
         state.mirrored_shards.cut = Cut(tuple(sharding.units), uncut, fused)
-    check_gone({name: originals[name] for name in sharding.shards})
+    check_gone(originals.of(sharding.shards))
 
 
 def hold_whole(

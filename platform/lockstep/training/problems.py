@@ -333,6 +333,15 @@ HELD_OUTSIDE = Problem(
     advice="take it from its module each time, or `sharding=optimizer`",
 )
 
+KNOWN_BY_ID = Problem(
+    "job.model.known_by_id",
+    JobError,
+    "job.model: {got!r} has what id() says of parameter {name!r}, and with sharding=full another object is in its place, which it would not match",
+    "know it by its name, or by an attribute that it is given (parameter.kind = ...), or set sharding=optimizer",
+    cause="with `sharding: full` the model has other objects for its parameters, which the job knows by their ids",
+    advice="know them by their names, or by an attribute that each is given, or `sharding=optimizer`",
+)
+
 EMA_BESIDE = Problem(
     "job.optimizer.ema_beside",
     SpecError,

@@ -176,7 +176,9 @@ class _Tried(NamedTuple):
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, pieces_by_group: Sequence[Sequence[_Piece]], shape: Sequence[int] = (-1,)
+    optimizer: torch.optim.Optimizer,
+    pieces_by_group: Sequence[Sequence[_Piece]],
+    shape: Sequence[int] = (-1,),
 ) -> _Tried:
     """What steps come to on pieces of a row of numbers in the place of each group's parameters; each piece has the `shape`."""
     torch.manual_seed(1)

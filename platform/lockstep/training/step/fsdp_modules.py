@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -24,8 +26,17 @@ Places = dict[str, list[tuple[nn.Module, str]]]
 """By the name of a parameter the modules that hold it, each with its name there: several of a tied one."""
 
 
-Originals = dict[str, weakref.ref[nn.Parameter]]
-"""By name the parameters of a model from before it was cut."""
+class Originals(NamedTuple):
+    """The parameters of a model from before it was cut."""
+
+    parameters: dict[str, weakref.ref[nn.Parameter]]
+    """By name."""
+    known_by_id: Mapping[str, str] = {}
+    """By name those of which something knows what `id` says, with what that is: an attribute of the model or the job."""
+
+    def of(self, names: Iterable[str]) -> Originals:
+        """Those with these names."""
+        return Originals({name: self.parameters[name] for name in names}, self.known_by_id)
 
 
 class Root(nn.Module):
@@ -142,19 +153,53 @@ def places_of(model: nn.Module) -> Places:
     return places
 
 
-def originals_of(model: nn.Module) -> Originals:
-    """The parameters of a model that is about to be cut."""
-    return {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+def originals_of(model: nn.Module, job: object) -> Originals:
+    """The parameters of a model that is about to be cut. `job` is where it comes from."""
+    parameters = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    return Originals(parameters, _known_by_id(model, job))
+
+
+_MOST_OBJECTS = 1_000_000
+"""So many are looked at."""
+
+
+def _known_by_id(model: nn.Module, job: object) -> dict[str, str]:
+    """By name the parameters of which the job, its module or the model has what `id` says, and where.
+
+    In attributes, in containers and in what functions have bound, at any depth.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    known: dict[str, str] = {}
+    visited: set[int] = set()
+    module = vars(sys.modules[type(job).__module__])
+    containers = {name: each for name, each in module.items() if isinstance(each, dict | list | set | tuple)}
+    named = [*vars(job).items(), *containers.items(), ("model", model)]
+    waiting = [(value, name) for name, value in named if not name.startswith("__")]
+    while waiting and len(visited) < _MOST_OBJECTS:
+        item, where = waiting.pop()
+        if type(item) is int and item in names:
+            known[names[item]] = where
+        if id(item) in visited or isinstance(item, _NOT_LOOKED_INTO):
+            continue
+        visited.add(id(item))
+        inside = item.__closure__ or () if isinstance(item, FunctionType) else gc.get_referents(item)
+        waiting += [(each, where) for each in inside]
+    return known
+
+
+_NOT_LOOKED_INTO = (int, str, type, ModuleType, FrameType)
 
 
 def check_gone(originals: Originals) -> None:
     """JobError where something still holds a parameter that is cut by now: it would have the memory that sharding is to save, and never learn.
 
-    A graph may hold one, as where a module keeps the newest attention weights in an attribute: its memory is freed, and a backward through that graph
+    The same where something knows one by what `id` says: there are others in their places. A graph may hold one, as where a module keeps the newest attention weights in an attribute: its memory is freed, and a backward through that graph
     is the error.
     """
+    for name in originals.parameters.keys() & originals.known_by_id.keys():
+        raise problems.KNOWN_BY_ID(name=name, got=originals.known_by_id[name])
     gc.collect()
-    known: dict[str, Any] = {name: original() for name, original in originals.items()}
+    known: dict[str, Any] = {name: original() for name, original in originals.parameters.items()}
     alive = {name: original for name, original in known.items() if original is not None}
     del known  # no graph, but it holds them
     if not alive:

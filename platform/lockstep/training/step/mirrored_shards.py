@@ -13,7 +13,6 @@ Until the next update a worker also keeps its rows of the group before, which ne
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +24,7 @@ from lockstep.spec.sharding import Sharding
 from lockstep.training import problems
 from lockstep.training.integrity.checksum import PRIME, checksum
 from lockstep.training.integrity.quantities import Quantity
-from lockstep.training.step.fsdp_modules import Originals, Places, check_gone, places_of, undo
+from lockstep.training.step.fsdp_modules import Originals, Places, check_gone, originals_of, places_of, undo
 from lockstep.training.step.full_sharding import FullSharding
 from lockstep.training.step.mirror_layout import Layout, Replica, Report, chosen, mirrors, node_name
 from lockstep.training.step.phases import sharded_of
@@ -130,7 +129,7 @@ class MirroredShards:
         """Of this worker's rows and of those that it mirrors, before a job's `after_step`."""
         self._undivided: tuple[Places, dict[str, nn.Parameter]] | None = None
         """The parameters of a model that was whole, while it is cut for the first time."""
-        self._originals: Originals = {}
+        self._originals: Originals | None = None
         """Those of them that are cut now: nobody may hold them."""
 
     @property
@@ -209,9 +208,9 @@ class MirroredShards:
     @torch.no_grad()
     def keep(self, step: int) -> None:
         """Copy rows and optimizers as they are after `step` steps, into the memory of the previous copy. JobError where something holds parameters that are cut by now."""
-        if self._originals:
+        if self._originals is not None:
             check_gone(self._originals)
-            self._originals = {}
+            self._originals = None
         self._before_step = None
         if self.group.size == 1:  # there is no other rank that could have done less
             return
@@ -399,19 +398,21 @@ class MirroredShards:
             previous.release()
         elif self._undivided is not None:  # an earlier try has not come to its end
             undo(state.model, *self._undivided)
+            self._originals = None
         if group.size == 1:
             if previous is not None:
                 previous.fill_blank(list(previous.shards))
             state.shard(None, group)
             return
         if previous is None:
+            self._originals = originals_of(state.model, state.job)
             self._undivided = places_of(state.model), dict(state.model.named_parameters())
         units, whole, fused = self.cut
         calls = Calls.of_units(state.model.get_submodule(name) for name in units)
         fill: Callable[[Sequence[str]], None] = _fill_nothing if previous is None else previous.fill_blank
         sharding = FullSharding(state.model, group, calls, whole, fused, fill, self._settings, self.mirrored)
-        if self._undivided is not None:
-            self._originals = {name: weakref.ref(self._undivided[1][name]) for name in sharding.shards}
+        if self._originals is not None:
+            self._originals = self._originals.of(sharding.shards)
         state.shard(sharding, group)
 
     def _take(self, contents: Sequence[_Content], exchange: _Exchange) -> None:

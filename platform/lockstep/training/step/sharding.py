@@ -114,7 +114,9 @@ _OF_PARAMETERS = ("params", "param_names")
 """What a group has for each of its parameters."""
 
 
-def with_parameters(group: Mapping[str, Any], numbers: Sequence[int], values: Sequence[Tensor]) -> dict[str, Any]:
+def with_parameters(
+    group: Mapping[str, Any], numbers: Sequence[int], values: Sequence[Tensor]
+) -> dict[str, Any]:
     """A group that has `values` in the place of its parameters `numbers`, and none of the others."""
     names = group.get("param_names")
     return {
@@ -236,9 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for every in self.param_groups:
             numbers = range(index, index + len(every["params"]))
             here = [i for i in numbers if i in parts and self.parameters[i].requires_grad]
-            groups.append(
-                with_parameters(every, [i - index for i in here], [parts[i].value for i in here])
-            )
+            groups.append(with_parameters(every, [i - index for i in here], [parts[i].value for i in here]))
             index = numbers.stop
         made, begin = [], 0
         for member in self.joined_members:
