@@ -37,16 +37,24 @@ class ExitCode(IntEnum):
         "with `--retries`: the run ended for a reason that may pass, such as the loss of too many workers",
         "`train`, `resume`, in a job of a cluster",
     )
+    HUNG_UP = (129, "stopped by SIGHUP: its terminal was closed", "every command")
     INTERRUPTED = (130, "stopped by SIGINT (Ctrl-C)", "every command")
     TERMINATED = (143, "stopped by SIGTERM, or by `ray job stop`", "every command")
 
 
 def code_of_signal(number: int) -> ExitCode:
-    """That of a command which signal `number`, SIGINT or SIGTERM, has stopped."""
-    return _BY_SIGNAL[number]
+    """That of a command which signal `number`, one of STOP_SIGNALS, has stopped."""
+    return _BY_SIGNAL[signal.Signals(number)]
 
 
-_BY_SIGNAL = {signal.SIGINT.value: ExitCode.INTERRUPTED, signal.SIGTERM.value: ExitCode.TERMINATED}
+_BY_SIGNAL = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.HUNG_UP,
+}
+
+STOP_SIGNALS = tuple(_BY_SIGNAL)
+"""The signals by which a person, a queue or a terminal that goes away asks a command to stop."""
 
 SIGNALLED = frozenset(_BY_SIGNAL.values())
 """Those of a command that a signal has stopped."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import pickle
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import lockstep
 from lockstep.errors import ClusterError, SpecError
-from lockstep.exit_codes import DECIDED, SIGNALLED, ExitCode, code_of_signal
+from lockstep.exit_codes import DECIDED, SIGNALLED, STOP_SIGNALS, ExitCode, code_of_signal
 
 ENDS = {"Exit", "SystemExit", "exit"}
 
@@ -18,9 +17,10 @@ ENDS = {"Exit", "SystemExit", "exit"}
 def test_the_numbers_are_what_they_were() -> None:
     """Scripts, queues and Kubernetes go by them."""
     assert {code.name: int(code) for code in ExitCode} == {
-        "DONE": 0, "FAILED": 1, "REFUSED": 2, "MAY_PASS": 75, "INTERRUPTED": 130, "TERMINATED": 143
+        "DONE": 0, "FAILED": 1, "REFUSED": 2, "MAY_PASS": 75,
+        "HUNG_UP": 129, "INTERRUPTED": 130, "TERMINATED": 143,
     }  # fmt: skip
-    assert {code_of_signal(number) for number in (signal.SIGINT, signal.SIGTERM)} == SIGNALLED
+    assert {code_of_signal(number) for number in STOP_SIGNALS} == SIGNALLED
     assert ExitCode.MAY_PASS not in DECIDED
     assert (SpecError("x").exit_code, ClusterError("x").exit_code) == (ExitCode.REFUSED, ExitCode.FAILED)
 

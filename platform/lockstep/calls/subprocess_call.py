@@ -28,7 +28,7 @@ from lockstep.driver.progress import ProgressLine, Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, commands_end_by, end_on_second_signal
 from lockstep.errors import LockstepError, first_line
-from lockstep.exit_codes import code_of_signal
+from lockstep.exit_codes import STOP_SIGNALS, code_of_signal
 from lockstep.process import under_torchrun
 from lockstep.training.worker_environment import hashes_otherwise, sent_environment
 
@@ -155,7 +155,7 @@ def _outcome(
 
 
 def _lost(code: int) -> LockstepError:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         if code in (code_of_signal(number), -number):
             raise Interrupted(number)
     by = f"killed by signal {-code}" if code < 0 else f"exit code {code}"

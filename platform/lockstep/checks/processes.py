@@ -10,6 +10,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, Protocol
 
+from lockstep.exit_codes import STOP_SIGNALS
+
 GRACE_S = 10.0
 """How long the others have to end by themselves where one has failed: one that waits for it in a collective hears of it at once."""
 
@@ -79,11 +81,11 @@ def _end(process: Process) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, and both wherever it is: what it has put somewhere is removed."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, wherever it is: what it has put somewhere is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {kind: signal.getsignal(kind) for kind in STOP_SIGNALS}
     for kind, handler in handlers.items():
         if handler is not signal.SIG_IGN:
             signal.signal(kind, signal.default_int_handler)

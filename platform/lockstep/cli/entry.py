@@ -12,11 +12,12 @@ def run() -> None:
     """Entry point of the command."""
     # Python reads PYTHONHASHSEED when it starts: a run in this very process has to start over with 0, whatever it was.
     if trains_here(sys.argv[1:]) and sys.flags.hash_randomization:
+        from lockstep.exit_codes import STOP_SIGNALS
         from lockstep.training.worker_environment import sent_environment
 
         os.environ |= {**sent_environment(), "LOCKSTEP_BEGAN_AT": repr(time.time())}
         # Until the interpreter that takes this one's place takes them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         os.execv(sys.executable, [sys.executable, "-P", "-m", "lockstep", *sys.argv[1:]])
     from lockstep.cli.main import run_command
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM where nothing else has taken them over, as a run does (`StopSignal`): one line, the JSON object, the signal's exit code.
+"""SIGINT, SIGTERM and SIGHUP where nothing else has taken them over, as a run does (`StopSignal`): one line, the JSON object, the signal's exit code.
 
 An exception in the middle of an import leaves half a module behind, or is swallowed there. So a command that imports, or
 has not begun, ends in the handler; any other is interrupted, and clears away what it has begun.
@@ -16,9 +16,7 @@ from typing import Any, NoReturn
 
 from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
-from lockstep.exit_codes import code_of_signal
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from lockstep.exit_codes import STOP_SIGNALS, code_of_signal
 
 
 class _Reader:
@@ -33,9 +31,9 @@ _reader = _Reader()
 
 
 def take_signals(*, as_json: bool) -> None:
-    """From now on the two signals are this command's, except one that its caller has it ignore. For the main thread."""
+    """From now on these signals are this command's, except one that its caller has it ignore. For the main thread."""
     _reader.json_to = 1 if as_json else None
-    kinds = [kind for kind in _SIGNALS if signal.getsignal(kind) is not signal.SIG_IGN]
+    kinds = [kind for kind in STOP_SIGNALS if signal.getsignal(kind) is not signal.SIG_IGN]
     handlers = {kind: signal.signal(kind, _interrupt) for kind in kinds}
 
     def forget() -> None:
@@ -44,7 +42,7 @@ def take_signals(*, as_json: bool) -> None:
                 signal.signal(kind, handler)
 
     os.register_at_fork(after_in_child=forget)  # a child's signals are its own
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from lockstep.driver import problems
 from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import await_stacks, stacks_in
 from lockstep.errors import SilentError
+from lockstep.exit_codes import STOP_SIGNALS
 from lockstep.process import pid_namespace, started
 from lockstep.running_time import wait_for
 
@@ -203,7 +204,7 @@ def _hung(begun: bool, bound_s: float) -> SilentError:
 
 def main() -> None:
     """Guard the run of the parent until that says that all is recorded, or is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     out = os.dup(1)
     os.dup2(2, 1)

@@ -1,6 +1,7 @@
-"""SIGTERM and SIGINT while a run goes on: the first asks it to stop after the next step, a second one ends it at once.
+"""SIGTERM, SIGINT and SIGHUP while a run goes on: the first asks it to stop after the next step, a second one ends it at once.
 
-At the end of a job's time Slurm sends SIGTERM to a program under srun twice, within hundredths of a second: that is one request.
+At the end of a job's time Slurm sends SIGTERM to a program under srun twice, within hundredths of a second: that is one request. So is a SIGHUP that
+follows: a terminal that is closed, its shell and the login's manager send several, and a SIGTERM among them.
 Python runs a handler only between two of its own instructions. So that a second signal also ends a command whose main
 thread waits in C++, a thread of its own counts them by the byte that the interpreter's C handler writes.
 """
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from lockstep.errors import LockstepError
-from lockstep.exit_codes import SIGNALLED, code_of_signal
+from lockstep.exit_codes import SIGNALLED, STOP_SIGNALS, code_of_signal
 
 ErrorT = TypeVar("ErrorT", bound=LockstepError)
 
@@ -24,7 +25,7 @@ GRACE_S = 8.0
 """How long a command may take to end by itself after a second signal."""
 
 SAME_S = 3.0
-"""A SIGTERM so soon after the first one is the same request, sent again."""
+"""A SIGTERM so soon after the first one, or after a SIGHUP, is the same request, sent again."""
 
 
 class FirstSignal:
@@ -40,8 +41,9 @@ class FirstSignal:
         if self.number is None:
             self.number, self._at = number, time.monotonic()
             return False
-        repeated = number == self.number == signal.SIGTERM and time.monotonic() - self._at < SAME_S
-        return not repeated
+        ends_session = number == signal.SIGTERM and self.number != signal.SIGINT
+        repeated = ends_session and time.monotonic() - self._at < SAME_S
+        return number != signal.SIGHUP and not repeated
 
 
 _end_command: Callable[[LockstepError], NoReturn] | None = None
@@ -65,7 +67,7 @@ def end_command(error: LockstepError) -> None:
 
 
 def end_on_second_signal() -> None:
-    """From now on this process ends at the latest GRACE_S after a second SIGINT or SIGTERM. For commands: call it once, in the main thread."""
+    """From now on this process ends at the latest GRACE_S after a second request to stop. For commands: call it once, in the main thread."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -77,7 +79,7 @@ def _end_after_two(read: int) -> None:
     first, another = FirstSignal(), False
     while not another:
         (number,) = os.read(read, 1)
-        another = number in (signal.SIGINT, signal.SIGTERM) and first.take(number)
+        another = number in STOP_SIGNALS and first.take(number)
     time.sleep(GRACE_S)
     os.write(2, b"lockstep: ended at once by a second signal\n")
     os._exit(code_of_signal(number))
@@ -99,7 +101,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignal:
-    """A context in which the two signals are noted."""
+    """A context in which these signals are noted, but for a SIGHUP that the caller ignores, as `nohup` does."""
 
     def __init__(self) -> None:
         self._first = FirstSignal()
@@ -140,7 +142,10 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # python allows handlers nowhere else
-            self._previous = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+            handlers = {kind: signal.getsignal(kind) for kind in STOP_SIGNALS}
+            if handlers[signal.SIGHUP] is signal.SIG_IGN:
+                del handlers[signal.SIGHUP]
+            self._previous = handlers
             self.listen()
         return self
 

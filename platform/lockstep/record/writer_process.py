@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from lockstep.exit_codes import STOP_SIGNALS
 from lockstep.process import collect_seldom
 from lockstep.record import problems
 from lockstep.record.events.union import Event
@@ -42,9 +43,6 @@ CLOSING_S = 3600.0
 """How long it may take to write what is left at the end, as long as it shows signs of life: figures, and uploads of any size."""
 STARTING_S = 300.0
 """How long it may take to start, and to import what its store needs."""
-
-_OF_ALL = {signal.SIGINT, signal.SIGTERM}
-"""What a terminal or a job sends to all its processes: the parent handles them."""
 
 
 class Report(NamedTuple):
@@ -251,7 +249,7 @@ def _variables() -> dict[str, str]:
 
 def _process(uri: str | None) -> subprocess.Popen[bytes]:
     # The process begins with what this thread blocks.
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_ALL)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
@@ -282,9 +280,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """Write a record as the parent tells, until it closes it or ends. The run is created at the parent's first message."""
     collect_seldom()
-    for number in _OF_ALL:
+    for (
+        number
+    ) in STOP_SIGNALS:  # a terminal or a job sends them to all its processes: the parent handles them
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_ALL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     messages, reports = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not mix with the reports
     parent, taken_up = os.getppid(), threading.Event()

@@ -15,7 +15,7 @@ from lockstep.driver import signals
 from lockstep.driver.signals import Interrupted, StopSignal
 
 ROOT = Path(__file__).parents[3]
-TERM, INT = signal.SIGTERM, signal.SIGINT
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,10 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
         ([INT, INT], True),  # Ctrl-C twice
         ([INT, TERM], True),
         ([TERM, INT], True),
+        ([HUP, HUP, TERM, HUP], False),  # by a terminal that is closed, its shell and the login's manager
+        ([TERM, HUP], False),
+        ([INT, HUP], False),
+        ([HUP, INT], True),
     ],
 )
 def test_a_sigterm_that_is_sent_again_is_the_same_request(sent: list[signal.Signals], ends: bool) -> None:
@@ -40,6 +44,19 @@ def test_a_sigterm_that_is_sent_again_is_the_same_request(sent: list[signal.Sign
         else:
             assert not ends
         assert stop.number == sent[0]
+
+
+def test_a_hangup_that_the_caller_ignores_is_ignored() -> None:
+    """As under `nohup`."""
+    previous = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            stop.listen()
+            os.kill(os.getpid(), HUP)
+            assert not stop.asked
+        assert signal.getsignal(HUP) is signal.SIG_IGN
+    finally:
+        signal.signal(HUP, previous)
 
 
 def test_a_sigterm_some_seconds_later_is_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
