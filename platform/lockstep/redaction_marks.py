@@ -16,6 +16,15 @@ def marked(kind: str) -> str:
     return f"<redacted: {kind}>"
 
 
+_IN_URI = re.compile(r"""://([^\s/?#]*:)?\*{3}@|://.*[?&#][^=&]+=\*{3}(?![^&#\s'"<>`])""")
+"""Where `HIDDEN` stands for one; elsewhere it is a text like another."""
+
+
 def is_redacted(text: str) -> bool:
     """Whether a secret was in a text."""
-    return HIDDEN in text or MARK.search(text) is not None
+    return MARK.search(text) is not None or _IN_URI.search(text) is not None
+
+
+def is_mark(text: str) -> bool:
+    """Whether a text is what stands for a secret, and nothing else."""
+    return text == HIDDEN or MARK.fullmatch(text) is not None

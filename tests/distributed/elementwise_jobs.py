@@ -84,6 +84,32 @@ class DecaysByName(Kind):
         return LionByName(model.named_parameters(), lr=0.05)
 
 
+class LionByPlace(Lion):
+    """Has a factor for each parameter in a list of the group, and another one for the third and those behind it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for i, (p, decay) in enumerate(zip(group["params"], group["decays"], strict=True)):
+                if p.grad is not None:
+                    p.mul_(1 - (decay if i < 2 else 2 * decay))
+        super().step()
+
+
+class DecaysByPlace(Kind):
+    """One of the parameters does not learn."""
+
+    def model(self) -> nn.Module:
+        model = perceptron(FEATURES, CLASSES)
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        decays = [0.02 * (i // 2 + 1) for i in range(len(parameters))]
+        return LionByPlace([{"params": parameters, "decays": decays}], lr=0.05)
+
+
 class Gained(nn.Linear):
     """Asks its weight for a factor."""
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from lockstep.record.mirror.documents import flat
-from lockstep.redaction_marks import HIDDEN, is_redacted, marked
+from lockstep.redaction_marks import HIDDEN, is_mark, is_redacted, marked
 
 _URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s'\"<>`]+")
 """A scheme has at most 32 characters: without a limit, each letter of a long word would start a scan of all of it."""
@@ -208,14 +208,13 @@ def _without_tokens(text: str) -> str:
 
 def _replaced(match: re.Match[str], kind: str) -> str:
     """A match with its token replaced: a group that is long enough, or else the whole match."""
-    matched = match[0]
-    if is_redacted(matched):
-        return matched
     start, end = match.span(0)
     for group in range(1, (match.re.groups or 0) + 1):
         if match[group] and (len(match[group]) >= _SHORTEST_TOKEN or match.re is _ENVIRONMENT):
             start, end = match.span(group)
             break
+    if is_mark(match.string[start:end]):
+        return match[0]
     return f"{match.string[match.start() : start]}{marked(kind)}{match.string[end : match.end()]}"
 
 
@@ -227,8 +226,7 @@ def _without_named(line: str) -> str:
 
 
 def _value_replaced(match: re.Match[str]) -> str:
-    value = match["value"]
-    if is_redacted(value):
+    if is_mark(match["value"]):
         return match[0]
     start, end = (at - match.start() for at in match.span("value"))
     return f"{match[0][:start]}{marked(_NAMED_VALUE)}{match[0][end:]}"

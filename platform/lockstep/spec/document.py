@@ -6,7 +6,7 @@ Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 from lockstep.errors import closest
 from lockstep.parsing import MOST_YAML_BYTES, BoundedLoader, yaml_value
 from lockstep.paths import read_bounded
+from lockstep.redaction_marks import MARK
 from lockstep.spec import problems
 from lockstep.spec.messages import key_shown, shown
 
@@ -95,14 +96,26 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def check_text(document: Mapping[str, Any]) -> None:
     """SpecError for a text or a key, anywhere in a document, that no file and no store can hold: half of a character's two in UTF-16 alone."""
+    for field, text in _texts(document):
+        if half := _HALF.search(text):
+            raise problems.HALF_CHARACTER(field=field, got=shown(text), half=ascii(half[0])[1:-1])
+
+
+def check_whole(document: Mapping[str, Any]) -> None:
+    """SpecError for a value of which a record has left out a secret: with what stands there it would be another run."""
+    for field, text in _texts(document):
+        if MARK.search(text):
+            raise problems.SECRET_LEFT_OUT(field=field, got=shown(text))
+
+
+def _texts(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The texts and keys of a document in its order, each with its dotted key."""
     left: list[tuple[tuple[Any, ...], Any]] = [((), document)]
     seen = set[int]()
     while left:
         path, value = left.pop()
         if isinstance(value, str):
-            if half := _HALF.search(value):
-                field = ".".join(map(key_shown, path))
-                raise problems.HALF_CHARACTER(field=field, got=shown(value), half=ascii(half[0])[1:-1])
+            yield ".".join(map(key_shown, path)), value
         elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             inner = list(value.items() if isinstance(value, Mapping) else enumerate(value))

@@ -15,7 +15,7 @@ from typing import Any
 import pydantic
 
 from lockstep.spec import problems
-from lockstep.spec.document import check_text, override, read_document
+from lockstep.spec.document import check_text, check_whole, override, read_document
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import absolute, absolute_weights, storage_location, tracking_uri
 from lockstep.spec.messages import refusal, shown
@@ -32,6 +32,8 @@ def load_spec(
     document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
     override(document, overrides)
     check_text(document)
+    if not isinstance(source, Mapping):
+        check_whole(document)
     spec = validate(document)
     resolved = _resolve(spec, default_name=spec.name or _default_name(source, spec), uri=uri)
     check_text(resolved.document())  # a file's name, the working directory and the environment may add some

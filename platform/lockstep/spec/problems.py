@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from lockstep.errors import Problem, SpecError
 
+SECRET_LEFT_OUT = Problem(
+    "spec.secret_left_out",
+    SpecError,
+    "{field}: got {got}, which stands for a secret that a record does not keep",
+    "give its value: {field}=…",
+    shown="…: got '<redacted: …>', which stands for a secret that a record does not keep",
+    cause="the spec is a run's `spec.yaml`, in whose place of a secret a mark stands",
+    advice="give the value on the command line, or in the file",
+)
+
 UNREADABLE = Problem(
     "spec.unreadable",
     SpecError,

@@ -25,7 +25,7 @@ from lockstep.checkpoint.storage.opening import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import Problem
 from lockstep.record.mirror.run_store import StoredRun
-from lockstep.redaction_marks import HIDDEN
+from lockstep.redaction_marks import marked
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from tests.raised import raises
@@ -43,7 +43,7 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (lambda _: train(DIGITS, run="a/b", uri="off", local=True), problems.RUN_NAME, {"got": "a/b"}),
     (lambda _: train(DIGITS, chaos={"worker": 0.5}, uri="off", local=True), problems.CHAOS_LOCAL, {}),
     (lambda _: refuse_changes("f00", spec(), spec(seed=7)), problems.FIELD_CHANGED, {"field": "seed", "run": "f00", "wanted": "0", "got": "7"}),
-    (lambda _: refuse_changes("f00", spec(), spec(name=HIDDEN)), problems.SECRET_FIELD, {"field": "name", "run": "f00"}),
+    (lambda _: refuse_changes("f00", spec(), spec(name=marked("Token"))), problems.SECRET_FIELD, {"field": "name", "run": "f00"}),
     (lambda here: read_ids(here / "nowhere"), problems.IDS_UNREADABLE, {}),
     (lambda here: read_ids(here / "words"), problems.NO_ID, {"line": 2, "got": "three"}),
     (lambda here: read_ids(here / "empty"), problems.NO_IDS, {}),

@@ -50,6 +50,9 @@ def test_a_token_is_replaced_by_a_mark_that_names_it(kind: str) -> None:
         ('password = "hunter2"', 'password = "<redacted: Secret Keyword>"'),
         ("{'api_key': 'abcdef123'}", "{'api_key': '<redacted: Secret Keyword>'}"),
         ("export WANDB_API_KEY=0123456789abcdef", "export WANDB_API_KEY=<redacted: Secret Keyword>"),
+        ('password = "hun***ter2secret"', 'password = "<redacted: Secret Keyword>"'),
+        ('password = "hunter2secret<redacted: x>"', 'password = "<redacted: Secret Keyword>"'),
+        ("export WANDB_API_KEY=0123456789***", "export WANDB_API_KEY=<redacted: Secret Keyword>"),
         ("+HF_TOKEN=abc", "+HF_TOKEN=<redacted: Secret Keyword>"),
         (
             'aws_secret_access_key = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"',
@@ -116,6 +119,25 @@ def test_a_document_is_redacted_by_names_and_values() -> None:
         }
     }
     assert redacted_fields(shown) == ["job.params.api_key", "job.params.hub", "job.params.data"]
+
+
+@pytest.mark.parametrize(
+    ("text", "left_out"),
+    [
+        ("<redacted: GitHub Token>", True),
+        ("s3://***@bucket/runs", True),
+        ("postgresql://me:***@host/db", True),
+        ("http://host/?a=1&token=***", True),
+        ("http://host/?token=***&a=1", True),
+        ("a *** b", False),
+        ("***", False),
+        ("rated ***@home", False),
+        ("http://host/?stars=****", False),
+    ],
+)
+def test_stars_stand_for_a_secret_in_a_uri_alone(text: str, left_out: bool) -> None:
+    """Elsewhere they are a text of the job's, with which a run is resumed."""
+    assert redacted_fields({"a": text}) == ["a"] * left_out
 
 
 def test_nothing_recorded_of_a_run_has_a_secret(spec: Callable[..., Spec], tmp_path: Path) -> None:

@@ -734,3 +734,14 @@ def test_a_sharded_optimizer_as_0_1_has_it_is_read_as_sharding(sharded: bool, sh
     spec = load_spec({"job": {"use": "a:B"}, "optimizer": {"name": "sgd", "sharded": sharded}})
     assert (spec.sharding.mode, spec.optimizer.name) == (sharding, "sgd")
     assert "sharded" not in spec.document()["optimizer"]
+
+
+def test_a_recorded_spec_that_lacks_a_secret_is_refused_until_it_is_given() -> None:
+    """With the mark as its value it would be another run."""
+    text = "job: {use: 'jobs.digits.job:Digits', params: {note: 'x <redacted: GitHub Token>'}}"
+    told = refusal(text)
+    assert "job.params.note: got 'x <redacted: GitHub Token>'" in told
+    assert "give its value: job.params.note=" in told
+    assert read(text, "job.params.note=x").job.params == {"note": "x"}
+    recorded = {"job": {"use": "jobs.digits.job:Digits", "params": {"note": "<redacted: GitHub Token>"}}}
+    assert load_spec(recorded).job.params["note"] == "<redacted: GitHub Token>"

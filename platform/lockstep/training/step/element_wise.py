@@ -21,13 +21,13 @@ from lockstep.training.step.closures import needs_closure
 from lockstep.training.step.joined_optimizer import members_of
 from lockstep.training.step.norm import ELEMENT_BY_ELEMENT
 from lockstep.training.step.parameters import noted_on
-from lockstep.training.step.sharding import SCALARS, over, settings_of, with_parameters
+from lockstep.training.step.sharding import SCALARS, over
 from lockstep.training.step.span_gathering import UNIT
 from lockstep.training.step.weight_average import has_modes
 
 _STEPS, _ELEMENTS = 4, 4 * UNIT
 _FEW = 16
-"""Elements in the place of each parameter where all of a group are tried."""
+"""Elements for each parameter where all are tried."""
 _SHAPES = (4, UNIT), (2, 2, 2, UNIT // 2)
 """Of a matrix and of a kernel with so many elements."""
 _OF_TORCH = ("param_groups", "state", "defaults")
@@ -109,45 +109,46 @@ def _leaves(value: Any) -> list[Any]:
     return [each for leaf in leaves for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])]
 
 
-class _Piece(NamedTuple):
-    """Elements `start … stop - 1` of the row of numbers, in the place of a group's parameter."""
-
-    number: int
-    start: int
-    stop: int
+_Piece = tuple[int, int]
+"""Where what stands for a parameter begins and ends in the row of numbers."""
 
 
 def _try(optimizer: torch.optim.Optimizer, name: str, by_rows: bool) -> None:
     """SpecError where an optimizer that says it is elementwise is not, on a row of numbers."""
-    groups = optimizer.param_groups
-    row, cut = [_Piece(0, 0, _ELEMENTS)], [_Piece(0, 0, UNIT), _Piece(0, UNIT, _ELEMENTS)]
-    each = [[_Piece(i, i * _FEW, (i + 1) * _FEW) for i in range(len(group["params"]))] for group in groups]
-    # A worker's groups lack what others update; where all have rows of each, what does not learn.
-    some = [pieces if by_rows and len(pieces) == 1 else pieces[1::2] for pieces in each]
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+
+    def first(start: int, stop: int) -> list[list[_Piece]]:
+        """In each group a piece of the row for the first parameter, and none of it for the others, as where other workers have them."""
+        return [[(start, stop), *[(stop, stop)] * (count - 1)][:count] for count in counts]
+
+    each = [[(_FEW * i, _FEW * (i + 1)) for i in range(count)] for count in counts]
+    some = [[(start, stop if i % 2 else start) for i, (start, stop) in enumerate(pieces)] for pieces in each]
     with torch.random.fork_rng(), job_at(f"while {name} was tried on a few numbers"):
-        whole, parts = (_updated(optimizer, [p and pieces for p in each]) for pieces in (row, cut))
-        shapes = () if by_rows else _SHAPES
-        shaped = [_updated(optimizer, [p and row for p in each], shape) for shape in shapes]
+        whole = _updated(optimizer, first(0, _ELEMENTS))
+        parts = [_updated(optimizer, first(*piece)) for piece in ((0, UNIT), (UNIT, _ELEMENTS))]
+        shaped = [] if by_rows else [_updated(optimizer, first(0, _ELEMENTS), shape) for shape in _SHAPES]
         together, apart = _updated(optimizer, each), _updated(optimizer, some)
+    in_parts = [torch.cat(rows) for rows in zip(*(part.values for part in parts), strict=True)]
     if whole.changed:
         raise problems.NO_PARTS(
             name=name,
             got=f"changes {whole.changed} in its updates, beside the state of its parameters: no worker would know of what another one changes",
             remedy="keep it in the state, or ",
         )
-    if not torch.equal(whole.row(), parts.row()):
+    if not _equal(whole.values, in_parts):
         raise problems.PARTS_DIFFER(name=name, got="updates a row of numbers otherwise")
-    if not all(torch.equal(whole.row(), other.row()) for other in shaped):
+    if not all(_equal(whole.values, other.values) for other in shaped):
         raise problems.NO_PARTS(
             name=name,
             got="updates a matrix otherwise than a row of the same numbers, and parts are rows",
             remedy="decide by parameter groups and not by dimensions, set sharding=full, or ",
         )
-    if not all(torch.equal(value, together.values[place]) for place, value in apart.values.items()):
+    present = zip(together.values, apart.values, strict=True)
+    if not all(torch.equal(*values) for values in present if values[1].numel()):
         raise problems.NO_PARTS(
             name=name,
-            got="updates a parameter otherwise where others of its group are missing, as on a worker that does not update those",
-            remedy="give each parameter its numbers by a group of its own or by an attribute, or ",
+            got="updates a parameter otherwise where others of its group have no elements, as on a worker that does not update those",
+            remedy="compute with each parameter alone, or ",
         )
     for key, value in whole.states[0].items():
         if isinstance(value, Tensor) and value.shape != (_ELEMENTS,) and key not in SCALARS:
@@ -157,22 +158,22 @@ def _try(optimizer: torch.optim.Optimizer, name: str, by_rows: bool) -> None:
                 remedy="",
             )
         if isinstance(value, Tensor) and value.shape == (_ELEMENTS,):
-            rows = [state[key] for state in parts.states[: len(cut)]]
+            rows = [part.states[0][key] for part in parts]
             if not torch.equal(value, torch.cat(rows)):
                 raise problems.PARTS_DIFFER(name=name, got=f"keeps another {key!r}")
+
+
+def _equal(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(values, others, strict=True))
 
 
 class _Tried(NamedTuple):
     """What some steps on a row of numbers came to."""
 
-    values: dict[tuple[int, _Piece], Tensor]
-    """By group and piece."""
+    values: list[Tensor]
+    """For each parameter, in one dimension."""
     states: list[dict[str, Any]]
-    """Of each piece."""
     changed: str
-
-    def row(self) -> Tensor:
-        return torch.cat(list(self.values.values()))
 
 
 def _updated(
@@ -180,26 +181,33 @@ def _updated(
     pieces_by_group: Sequence[Sequence[_Piece]],
     shape: Sequence[int] = (-1,),
 ) -> _Tried:
-    """What steps come to on pieces of a row of numbers in the place of each group's parameters; each piece has the `shape`."""
+    """What steps come to on pieces of a row of numbers in the place of parameters; each piece with elements has the `shape`."""
     torch.manual_seed(1)
-    row = torch.randn(_ELEMENTS + _FEW * max(len(group["params"]) for group in optimizer.param_groups))
+    row = torch.randn(_ELEMENTS + _FEW * max(len(pieces) for pieces in pieces_by_group))
     gradients = torch.randn(_STEPS, len(row))
-    groups, placed = [], []
-    for number, (group, pieces) in enumerate(zip(optimizer.param_groups, pieces_by_group, strict=True)):
-        parameters = [nn.Parameter(row[piece.start : piece.stop].clone().view(shape)) for piece in pieces]
-        for parameter, piece in zip(parameters, pieces, strict=True):
-            vars(parameter).update(noted_on(group["params"][piece.number]))
-            placed.append((number, piece, parameter))
-        settings = {name: _copied(value) for name, value in settings_of(group).items()}
-        numbers = [piece.number for piece in pieces]
-        groups.append({**with_parameters(group, numbers, parameters), **settings})
+
+    def cut(whole: Tensor, piece: _Piece) -> Tensor:
+        elements = whole[slice(*piece)]
+        return elements.view(shape) if elements.numel() else elements
+
+    groups = [
+        {
+            **{name: _copied(value) for name, value in group.items() if name != "params"},
+            "params": [nn.Parameter(cut(row, piece).clone()) for piece in pieces],
+        }
+        for group, pieces in zip(optimizer.param_groups, pieces_by_group, strict=True)
+    ]
+    every = [parameter for group in groups for parameter in group["params"]]
+    pieces = [piece for of_group in pieces_by_group for piece in of_group]
+    originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, original in zip(every, originals, strict=True):
+        vars(parameter).update(noted_on(original))
     tried = over(optimizer, groups)
     before = _numbers(tried)
 
     def evaluate(step: int) -> Tensor:
-        for _, piece, parameter in placed:
-            gradient = gradients[step][piece.start : piece.stop].view(shape)
-            parameter.grad = gradient + 0.1 * parameter.detach()
+        for parameter, piece in zip(every, pieces, strict=True):
+            parameter.grad = cut(gradients[step], piece) + 0.1 * parameter.detach()
         return torch.ones((), dtype=torch.float64)
 
     drawn = torch.get_rng_state()
@@ -213,9 +221,8 @@ def _updated(
     changed = next((name for name in after if before.get(name) != after[name]), "")
     if not torch.equal(drawn, torch.get_rng_state()):
         changed = "the generator of random numbers"
-    values = {(number, piece): parameter.detach().view(-1) for number, piece, parameter in placed}
-    states = [dict(tried.state.get(parameter, {})) for _, _, parameter in placed]
-    return _Tried(values, states, changed)
+    states = [dict(tried.state.get(parameter, {})) for parameter in every]
+    return _Tried([parameter.detach().view(-1) for parameter in every], states, changed)
 
 
 def _copied(value: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 SCALARS = frozenset({"step"})
 """State that is one number per parameter, the same for every span of it."""
+
+
+_BY_THEMSELVES = (*ELEMENT_BY_ELEMENT, torch.optim.SparseAdam)
+"""These ask for nothing of a parameter's group but its settings, and not for its place there."""
 
 
 def counts_on_device(group: Mapping[str, Any]) -> bool:
@@ -110,27 +114,6 @@ def check_threads(model: nn.Module, device: torch.device, threads: int, sharding
             raise problems.SHORT_THREADS(got=sharding, threads=threads, name=name, dtype=parameter.dtype)
 
 
-_OF_PARAMETERS = ("params", "param_names")
-"""What a group has for each of its parameters."""
-
-
-def with_parameters(
-    group: Mapping[str, Any], numbers: Sequence[int], values: Sequence[Tensor]
-) -> dict[str, Any]:
-    """A group that has `values` in the place of its parameters `numbers`, and none of the others."""
-    names = group.get("param_names")
-    return {
-        **group,
-        "params": list(values),
-        **({} if names is None else {"param_names": [names[i] for i in numbers]}),
-    }
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without what it has for each of its parameters."""
-    return {name: value for name, value in group.items() if name not in _OF_PARAMETERS}
-
-
 def over(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer with the settings of `whole`, over the parameters of other `groups`, and without state."""
     kind = type(whole)
@@ -176,6 +159,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizers that the job has made, and may have kept."""
         self.group = group
         self.parameters: list[Tensor] = [p for every in self.param_groups for p in every["params"]]
+        self._empties: list[Tensor] = []
+        """What stands for parts that other ranks have: no state is kept of it."""
         self._built = False
         self._on_all: frozenset[int] = frozenset()
         """The numbers of the parameters that every rank updates, whole."""
@@ -233,19 +218,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
 
     def _made(self, parts: Mapping[int, Part]) -> torch.optim.Optimizer:
-        """The optimizer over a rank's parts, group by group; a group may have none there."""
-        groups, index = [], 0
-        for every in self.param_groups:
-            numbers = range(index, index + len(every["params"]))
-            here = [i for i in numbers if i in parts and self.parameters[i].requires_grad]
-            groups.append(with_parameters(every, [i - index for i in here], [parts[i].value for i in here]))
-            index = numbers.stop
-        made, begin = [], 0
+        """The optimizer over a rank's parts, group by group.
+
+        A group has those of its parameters that are here. One of the job's own has them in their places, with empty parts for the others: it may
+        count them, or go through a list beside them.
+        """
+        every_group, made, index = iter(self.param_groups), [], 0
         for member in self.joined_members:
-            end = begin + len(member.param_groups)
-            made.append(over(member, groups[begin:end]))
-            begin = end
+            groups = []
+            for every in islice(every_group, len(member.param_groups)):
+                in_group = range(index, index + len(every["params"]))
+                here = {
+                    i: parts[i].value for i in in_group if i in parts and self.parameters[i].requires_grad
+                }
+                in_place = here if type(member) in _BY_THEMSELVES else in_group
+                params = [here[i] if i in here else self._empty(i) for i in in_place]
+                groups.append({**every, "params": params})
+                index = in_group.stop
+            made.append(over(member, groups))
         return made[0] if len(made) == 1 else JoinedOptimizer(made)
+
+    def _empty(self, i: int) -> Tensor:
+        """A part without elements of parameter `i`, with a gradient if that learns."""
+        parameter = self.parameters[i]
+        empty = torch.empty(0, dtype=parameter.dtype, device=self.group.device)
+        vars(empty).update(noted_on(parameter))
+        if parameter.requires_grad:
+            empty.grad = torch.empty_like(empty)
+        self._empties.append(empty)
+        return empty
 
     def _of(self, span: Span) -> Tensor:
         """A view of a span in its parameter's memory; a parameter with gaps as it is. It has the attributes that the job has given the parameter."""
@@ -288,11 +289,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update a rank's parts by the optimizer that has their state."""
         for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
-            group.update(settings_of(every))
+            group.update({name: value for name, value in every.items() if name != "params"})
         self._take_gradients(parts)
         _step(optimizer, closure)
+        self._forget_empties(optimizer)
         for part in parts.values():
             part.value.grad = None
+
+    def _forget_empties(self, optimizer: torch.optim.Optimizer) -> None:
+        for empty in self._empties:
+            optimizer.state.pop(empty, None)
 
     def _take_gradients(self, parts: Mapping[int, Part]) -> None:
         for i, part in parts.items():
@@ -491,7 +497,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
             )
             for parameter in self.parameters
         ]
-        self.spans, self._parts, self._mirrors = [], {}, {}
+        self.spans, self._parts, self._mirrors, self._empties = [], {}, {}, []
         self._on_all = frozenset(i for i, name in enumerate(names) if name in whole)
         for i, (name, parameter) in enumerate(zip(names, self.parameters, strict=True)):
             if not parameter.requires_grad:
@@ -523,11 +529,12 @@ class FullyShardedOptimizer(ShardedOptimizer):
             if optimizer is None:
                 continue
             for group, every in zip(optimizer.param_groups, self.param_groups, strict=True):
-                group.update(settings_of(every))
+                group.update({name: value for name, value in every.items() if name != "params"})
             if self.host is None:
                 _step(optimizer, closure)
             else:  # without mirrors, and without a closure
                 self.host.update(optimizer, self.rows)
+            self._forget_empties(optimizer)
         for part in self._mirrors.values():
             part.value.grad = None
 

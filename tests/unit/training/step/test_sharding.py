@@ -251,33 +251,35 @@ class Scaled(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1, **of_group})
         self.by = by
 
+    def scale(self, group: dict[str, Any], i: int) -> float:
+        if self.by == "names":
+            return 0.5 if group["param_names"][i] == "1.bias" else 1.0
+        if self.by == "attributes":
+            return float(group["params"][i].scale)
+        if self.by == "list":
+            return float(group["scales"][i])
+        if self.by == "place":
+            return 0.5 if i > 2 else 1.0
+        return 1 / sum(p.numel() > 0 for p in group["params"])
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
-                if self.by == "names":
-                    scale = 0.5 if group["param_names"][i] == "1.bias" else 1.0
-                elif self.by == "attributes":
-                    scale = p.scale
-                else:
-                    scale = group["scales"][i]
-                p.add_(p.grad, alpha=-scale * group["lr"])
-            assert len(group.get("param_names", group["params"])) == len(group["params"])
+                p.add_(p.grad, alpha=-self.scale(group, i) * group["lr"])
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_factors_of_parameters_follow_names_and_attributes_and_no_list(by_rows: bool) -> None:
-    """A worker that lacks a parameter would give the others the factors of those before them."""
+def test_an_own_optimizer_may_have_a_factor_for_each_parameter(by_rows: bool) -> None:
+    """By its name, an attribute, or its place in the group, at which it is on every worker; not by how many a worker has."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for p in model.parameters():
         p.scale = 0.5  # type: ignore[attr-defined]
-    check_shardable(Scaled(model.named_parameters(), "names"), by_rows=by_rows)
-    check_shardable(Scaled(model.parameters(), "attributes"), by_rows=by_rows)
-    alike = Scaled(model.parameters(), "list", scales=[0.5] * 4)
-    check_shardable(alike, by_rows=by_rows)
-    listing = Scaled(model.parameters(), "list", scales=[1.0, 1.0, 1.0, 0.5])
+    for by in ("names", "attributes", "list", "place"):
+        optimizer = Scaled(model.named_parameters(), by, scales=[1.0, 0.25, 1.0, 0.5])
+        check_shardable(optimizer, by_rows=by_rows)
     with raises(problems.NO_PARTS, got=re.compile("^updates a parameter otherwise where others")):
-        check_shardable(listing, by_rows=by_rows)
+        check_shardable(Scaled(model.parameters(), "count"), by_rows=by_rows)
 
 
 def test_a_method_of_the_optimizer_itself_is_refused() -> None:
