@@ -1626,6 +1626,37 @@ class CachedCodes(Kind):
         return Loss((F.cross_entropy(model(x), y, reduction="none") * (1 + 0.1 * codes)).sum(), len(y))
 
 
+class MergedLinear(nn.Linear):
+    """An adapter of low rank that its own `eval()` adds to the weight, and `train()` takes out again to the bit."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, inputs) * 0.1)
+        self.up = nn.Parameter(torch.zeros(outputs, 2))
+        self.apart: Tensor | None = None
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> MergedLinear:
+        super().train(mode)
+        if not mode and self.apart is None:
+            self.apart = self.weight.clone()
+            self.weight.add_(self.up @ self.down)
+        elif mode and self.apart is not None:
+            self.weight.copy_(self.apart)
+            self.apart = None
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = super().forward(x)
+        return base if self.apart is not None else base + F.linear(F.linear(x, self.down), self.up)
+
+
+class MergesForEvaluation(Kind):
+    def model(self) -> nn.Module:
+        return nn.Sequential(MergedLinear(FEATURES, 8), nn.Tanh(), MergedLinear(8, CLASSES))
+
+
 REFUSED: dict[type[Kind], Refusal] = {
     ErasesItsRows: (data_problems.FETCHES_DIFFER, {"location": " in batch[0]"}),
     CachedCodes: (integrity_problems.KEEPS_DRAWS, {"label": "job.loss"}),

@@ -477,4 +477,5 @@ def _when(unix_s: float) -> str:
 
 
 def _took(run: RunInfo) -> str:
-    return duration_text((run.ended or time.time()) - run.started)
+    took_s = (run.ended or time.time()) - run.started
+    return duration_text(took_s) if took_s >= 0 else "unknown, for the clock was set back"

@@ -27,6 +27,7 @@ from lockstep.record.mirror.run_files import RunFiles
 from lockstep.record.mirror.run_store import RunStore
 from lockstep.record.mirror.seal import SEAL
 from lockstep.record.runs.heartbeat import process_tags
+from lockstep.spec.document import read_document
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import RECORD_OFF
@@ -84,6 +85,7 @@ class OpenRecord:
             self.journal = self._open_journal()
             with contextlib.ExitStack() as begun:
                 begun.callback(self.journal.close)  # so that another try, also in this process, finds it free
+                self.journal.check_run()
                 self._begin(begun)
                 begun.pop_all()
         except Exception:
@@ -134,7 +136,7 @@ class OpenRecord:
         self.projection = Projection(spec, self.folder, self.journal)
         errors = self.projection.fold(self.journal.events)
         self.projection.end = None  # that of an earlier attempt, or `last_end`
-        self.journal.add([Opened(time.time(), process_tags(time.time()))])
+        self.journal.add([Opened(time.time(), process_tags(time.time()), self.folder.name)])
         self._make_parts(doubted=doubted, thorough=thorough)
         begun.callback(self.reconciler.stop)
         for error in errors:
@@ -210,7 +212,7 @@ def _as_recorded(spec: Spec, folder: Path) -> Spec:
     It is `spec` where the run's folder has none that can be read.
     """
     try:
-        recorded = load_spec(folder / "spec.yaml", uri=spec.record.uri)
+        recorded = load_spec(read_document(folder / "spec.yaml"), uri=spec.record.uri)
     except SpecError:
         return spec
     return recorded.model_copy(update={"record": spec.record})

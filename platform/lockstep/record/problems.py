@@ -115,6 +115,15 @@ JOURNAL_CHANGED = Problem(
     advice="resume the run",
 )
 
+OTHER_JOURNAL = Problem(
+    "record.other_journal",
+    RecordError,
+    "run {run}: {file} in {folder!r} is that of run {got}",
+    "put the run's own back there",
+    cause="a file of another run was put into the run's folder",
+    advice="put the run's own there; without one, `--fork` starts a new run from its newest checkpoint",
+)
+
 NOT_WHOLE = Problem(
     "record.not_whole",
     RecordError,

@@ -67,7 +67,7 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
         case CheckpointRow():
             return "checkpoint", event._asdict()
         case Opened():
-            return "opened", {"version": VERSION, "at": event.at, **event.process}
+            return "opened", {"version": VERSION, "at": event.at, "run": event.run, **event.process}
         case Started():
             return "started", dict(event.facts)
         case InputsFound():
@@ -272,7 +272,7 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return CheckpointRow(**{**value, "deleted": tuple(value["deleted"]), "essential": essential})
         case "opened":
             check_version(value.pop("version", None), VERSION)
-            return Opened(value.pop("at"), value)
+            return Opened(value.pop("at"), run=value.pop("run", ""), process=value)
         case "started":
             return Started(value)
         case "inputs":

@@ -28,10 +28,11 @@ _SEGMENT_FILE = re.compile(r"(\d{9,})-(\d{9,})\.([0-9a-f]{32})\.[0-9a-f]{16}\.ro
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A recorder has begun to write. `process` has the tags that identify it to others; `at` is Unix time in seconds."""
+    """A recorder has begun to write the record of `run`. `process` has the tags that identify it to others; `at` is Unix time in seconds."""
 
     at: float
     process: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
 
 
 SOURCE = "source"

@@ -10,6 +10,7 @@ step before it to the beginning of the first new step after it, less the time in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from lockstep.record.events.union import (
 )
 from lockstep.record.ledger.journal import Journal
 from lockstep.record.ledger.rows import StepRow
+
+_SKEW_S = 60.0
+"""The clocks of machines that record a run one after another may differ by as much."""
 
 TIMED = (Opened, Started, AttemptsSummarised, Finished, Failed, TimeSpent)
 """The events, beside the steps, from which follows what became of a run's time."""
@@ -44,8 +48,15 @@ def time_spent(
 ) -> TimeSpent | None:
     """What became of the time from `began` to `ended` (Unix seconds), by the `rows` of a run's steps, in order, and the other events of its journal.
 
-    None for a run for which another one stands: its rows are that one's.
+    None for a run for which another one stands: its rows are that one's; and where a clock was set back, so that nothing tells how long it took.
     """
+    times = [
+        began,
+        *(each.at for each in events if isinstance(each, Opened | Finished | Failed) and each.at),
+        ended,
+    ]
+    if any(later < earlier - _SKEW_S for earlier, later in pairwise(times)):
+        return None
     if any(isinstance(event, Started) and "reused_from" in event.facts for event in events):
         return None
     account, away = _account(events), _away(events)

@@ -155,6 +155,16 @@ class Journal:
         opened = [event.at for event in self.events[:1] if isinstance(event, Opened)]
         return max(rows or opened, default=None)
 
+    def other_run(self) -> str:
+        """The id of another run that this is the journal of, as where its file was put into the run's folder; empty if there is none."""
+        runs = [event.run for event in self.events if isinstance(event, Opened)]
+        return next((run for run in runs if run and run != self._folder.resolve().name), "")
+
+    def check_run(self) -> None:
+        """RecordError where this is the journal of another run."""
+        if run := self.other_run():
+            raise problems.OTHER_JOURNAL(run=self._folder.name, file=NAME, folder=self._folder, got=run)
+
     def missing_steps(self) -> range:
         """The first gap between the run's first step and the last one; empty if there is none."""
         expected = self._first_step

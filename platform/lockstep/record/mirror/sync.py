@@ -20,6 +20,7 @@ from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import SILENT_S
 from lockstep.redaction_marks import HIDDEN
+from lockstep.spec.document import read_document
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import RECORD_OFF
@@ -72,7 +73,8 @@ def sync(
 
 
 def refuse_strangers(folder: Path, journal: Journal, spec: Spec) -> None:
-    """SpecError or RecordError where the run's state is not for `folder` to report: the run was continued elsewhere, or may live."""
+    """SpecError or RecordError where the run's state is not for `folder` to report: the journal is of another run, or the run was continued elsewhere, or may live."""
+    journal.check_run()
     is_off = (spec.record.uri or RECORD_OFF) == RECORD_OFF
     since = takewhile(lambda event: not isinstance(event, Opened), reversed(journal.events))
     has_ended = any(isinstance(event, Finished | Failed) for event in since)
@@ -143,7 +145,7 @@ def require_journal(folder: Path) -> None:
 def spec_of(folder: Path, uri: str | None) -> Spec:
     """The spec of the run in `folder`, with its record there."""
     try:
-        spec = load_spec(folder / "spec.yaml", uri=uri)
+        spec = load_spec(read_document(folder / "spec.yaml"), uri=uri)
     except SpecError as error:
         raise problems.UNREADABLE(run=folder.name, file="spec", got=error) from error
     if spec.record.uri is not None and HIDDEN in spec.record.uri:

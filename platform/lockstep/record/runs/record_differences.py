@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,6 @@ from lockstep.spec.fields import Spec
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
 """Files of the run's folder that its store has too."""
 _TABLES = ("ledger.parquet", "evaluations.parquet", tables.OBSERVATIONS)
-_LARGEST = 1.7976931348623157e308
 
 
 class RecordDifference(NamedTuple):
@@ -62,6 +62,8 @@ def check_journal(
     rows = history or tables.Rows((), ())
     steps = [row for row in rows.steps if not journal.has_step(row.step)]
     evaluations = [row for row in rows.evaluations if journal.evaluation(row.step) is None]
+    if run := journal.other_run():
+        yield RecordDifference("journal", f"is that of run {run}", lost=True)
     yield from _differing(journal, rows)
     if repair and (steps or evaluations):
         journal.add([*steps, *evaluations])
@@ -311,7 +313,7 @@ def _value(point: Point) -> str:
     """A value as MLflow stores it."""
     if math.isnan(point.value):
         return "nan"
-    return repr(max(-_LARGEST, min(_LARGEST, point.value)) + 0.0)
+    return repr(max(-sys.float_info.max, min(sys.float_info.max, point.value)) + 0.0)
 
 
 def digest(path: Path) -> str:

@@ -244,14 +244,15 @@ class Evaluation:
         micro-batch, because its worker may have run others before it.
         """
         where = f"evaluation micro-batch {i}, rank {self.group.rank}"
-        parameters = ParameterWatch(model)
         seed_all(evaluation_key(self.seed, i), self.group.device)
         try:
             with job_at(where):
                 with evaluating(model), self.precision.autocast():
+                    # What the modules' own `eval()` writes, their `train()` takes back: the rehearsal compares bits.
+                    parameters = ParameterWatch(model)
                     compute = partial(self._evaluated, model, i, batch, embedded)
                     loss, further, outputs = self._with_parameters(compute)
-                parameters.check(where)
+                    parameters.check(where)
                 means = means_alone(further) if loss is None else means_of(loss, further)
                 copies = {name: _own(mean) for name, mean in means.items()}
         finally:

@@ -52,6 +52,16 @@ def spent(events: list[Recorded], rows: list[StepRow], until: float) -> TimeSpen
     return found
 
 
+def test_nothing_is_told_of_the_time_where_a_clock_was_set_back() -> None:
+    """Between two commands, an hour; a few seconds are the difference of two machines' clocks."""
+    for back_s, is_told in ((5.0, True), (3600.0, False)):
+        end = Failed("stopped", at=BEGAN + 20, status="KILLED")
+        again = BEGAN + 20 - back_s
+        events = [Opened(BEGAN), Started({"workers": 1}), end, Opened(again), Started({"workers": 1})]
+        told = time_spent(events, steps(1, 10, at=5.0), BEGAN, again + 30)
+        assert (told is not None) == is_told
+
+
 def test_a_run_without_interruption_has_its_steps_and_the_rest() -> None:
     found = spent([Opened(BEGAN), Started({"workers": 2})], steps(1, 10, at=5.0), 20.0)
     assert found == TimeSpent(BEGAN + 20, 20.0, 5.0, 0.0, 0, 0.0, 0.0)

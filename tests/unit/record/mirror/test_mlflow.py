@@ -153,6 +153,15 @@ def test_the_data_of_a_run_are_its_inputs(database: str, spec: Specs) -> None:
     assert found["train"].digest != found["eval"].digest
 
 
+def test_infinity_is_read_as_it_was_told(database: str, spec: Specs) -> None:
+    """MLflow keeps the largest number in its place."""
+    recorder = Recorder(spec(database))
+    recorder.start()
+    recorder.tell(step_row(1, loss=math.inf), step_row(2, loss=-math.inf), Finished({"step": 2}))
+    recorder.close()
+    assert reader(database, Path()).run(recorder.run_id()).metrics["train/loss"] == -math.inf
+
+
 def test_artifacts_lie_beside_the_database_wherever_the_run_was_started(
     database: str, spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,27 @@ def test_damage_is_told_mended_from_the_checkpoint_and_gone(database: str, spec:
     assert "lines (step 7" in (folder / "log.txt").read_text() or read_steps(folder) == ROWS
 
 
+def test_the_journal_of_another_run_is_told_and_not_gone_on_with(database: str, spec: Specs) -> None:
+    """Its rows may have the same bits: what is false then is when they were computed, and by which attempts."""
+    folder, other = finished(spec(database)), finished(spec(database))
+    own = (folder / NAME).read_bytes()
+    (folder / NAME).write_bytes((other / NAME).read_bytes())
+    (told, *_) = check_record(folder, database, repair=False)
+    assert (told.where, told.what, told.mended) == ("journal", f"is that of run {other.name}", False)
+    recorder = Recorder(spec(database), run_id=folder.name)
+    recorder.start()
+    for go_on in (
+        recorder.run_id,
+        recorder.close,
+        lambda: check_record(folder, database, repair=True),
+        lambda: sync(folder, database, again=True),
+    ):
+        with raises(problems.OTHER_JOURNAL, run=folder.name, got=other.name):
+            go_on()
+    (folder / NAME).write_bytes(own)
+    assert check_record(folder, database, repair=False) == []
+
+
 @pytest.mark.scenario
 def test_a_damaged_first_line_is_told_and_mended(database: str, spec: Specs) -> None:
     """It says when the run began, and nothing else does."""

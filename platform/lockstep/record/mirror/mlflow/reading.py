@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -245,7 +247,7 @@ class MlflowReader:
             started=run.info.start_time / 1000,
             ended=run.info.end_time / 1000 if run.info.end_time and run.info.status != "RUNNING" else None,
             step=steps.get("train/loss", 0),
-            metrics=dict(run.data.metrics),
+            metrics={name: _as_recorded(value) for name, value in run.data.metrics.items()},
             params=dict(run.data.params),
             tags=dict(run.data.tags),
             url=page_url(self._uri, run.info.experiment_id, run.info.run_id),
@@ -258,3 +260,8 @@ def _epitaph(reason: str) -> Mapping[str, str]:
         "lockstep.error": reason,
         "mlflow.note.content": note(Verdict("FAILED", f": {reason}"), {}),
     }
+
+
+def _as_recorded(value: float) -> float:
+    """A value of a metric as the run told it: MLflow keeps the largest number in the place of infinity."""
+    return math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value
