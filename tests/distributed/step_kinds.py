@@ -443,7 +443,37 @@ class LargestGradients(Kind):
         return Loss(F.cross_entropy(logits * scale, y, reduction="sum"), len(y))
 
 
+class FallsByItsCounter(lr_scheduler.LRScheduler):
+    """Counts its calls itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls = 0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.calls += 1
+        return [rate / self.calls for rate in self.base_lrs]
+
+
+class ForgetsItsCounter(FallsByItsCounter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+
+class SchedulerOfItsOwn(Kind):
+    def schedule(self, optimizer: torch.optim.Optimizer, total: Any) -> Any:
+        return FallsByItsCounter(optimizer)
+
+
+class SchedulerThatForgets(Kind):
+    """A resumed run would begin at the first rates."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total: Any) -> Any:
+        return lr_scheduler.SequentialLR(optimizer, [ForgetsItsCounter(optimizer)], [])
+
+
 REFUSED: dict[type[Kind], Refusal] = {
+    SchedulerThatForgets: (step_problems.SCHEDULE_LACKS, {"name": "ForgetsItsCounter", "steps": 3}),
     ReplacesAParameter: (step_problems.PARAMETER_REPLACED, {"name": "0.weight"}),
     CopiesItsTeacher: (
         step_problems.MODULE_CHANGED,

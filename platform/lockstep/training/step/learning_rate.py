@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -245,7 +247,59 @@ def _over(
         raise problems.OTHER_OPTIMIZER(got=type(own).__name__)
     scheduler = TorchScheduler(optimizer, own, metric, by_epoch=by_epoch)
     pack(scheduler.state_dict(), "job.schedule")  # so a state that no checkpoint can hold fails now
+    _check_taken_up(scheduler)
     return scheduler
+
+
+_TRIED = 3
+"""Updates before a state is taken up, and after it."""
+
+
+def _check_taken_up(original: TorchScheduler) -> None:
+    """JobError where a scheduler of the job's own goes on otherwise once another one has taken up its state, as a resumed run would have it."""
+    kinds = [type(each) for each in _nested(original.scheduler)]
+    own = next((kind for kind in kinds if not kind.__module__.startswith("torch.")), None)
+    if own is None:
+        return
+    with suppress(
+        TypeError
+    ):  # it holds something that cannot be copied: a resumed run compares its first steps
+        first, second = _copied(original), _copied(original)
+        with job_at("while its schedule was tried"), warnings.catch_warnings(action="ignore"):
+            _moved(first)
+            second.load_state_dict(first.state_dict(), fork=False)
+            second.optimizer.param_groups[:] = _groups_of(first.optimizer)
+            wanted, got = _moved(first), _moved(second)
+        if wanted != got:
+            raise problems.SCHEDULE_LACKS(name=own.__qualname__, steps=_TRIED, wanted=wanted, got=got)
+
+
+def _copied(original: TorchScheduler) -> TorchScheduler:
+    """A copy with an optimizer that has the groups alone. TypeError where the scheduler cannot be copied."""
+    optimizer: torch.optim.Optimizer = object.__new__(type(original.optimizer))
+    vars(optimizer).update(vars(original.optimizer))
+    optimizer.param_groups = _groups_of(original.optimizer)
+    scheduler = copy.deepcopy(original.scheduler, {id(original.optimizer): optimizer})
+    return TorchScheduler(optimizer, scheduler, original.metric, by_epoch=original.by_epoch)
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of its groups, with the same parameters."""
+    return [
+        copy.deepcopy({**group, "params": []}) | {"params": group["params"]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _moved(tried: TorchScheduler) -> list[list[float]]:
+    """The rates after each of some updates, of which each ends an epoch and is evaluated."""
+    rates = []
+    for _ in range(_TRIED):
+        tried.follow()
+        tried.epoch_ended()
+        tried.evaluated({tried.metric: 1.0})
+        rates.append(rates_of(tried.optimizer))
+    return rates
 
 
 def _checked(own: Callable[[int], float], total: int) -> Callable[[int], float]:

@@ -622,6 +622,15 @@ SCHEDULE_DIFFERS = Problem(
     advice="a function of the number of updates alone, or a torch scheduler over the given optimizer",
 )
 
+SCHEDULE_LACKS = Problem(
+    "step.schedule.lacks",
+    JobError,
+    "job.schedule: another {name} that took up its state after {steps} updates has the rates {got} then, wanted {wanted}: a resumed run would learn otherwise",
+    "return all that the rates follow from in its state_dict(), and take it up in load_state_dict()",
+    cause="a scheduler of the job's own whose `state_dict` leaves something out",
+    advice="return it there, or leave `state_dict` to torch's `LRScheduler`, which returns every attribute",
+)
+
 FORK_SCHEDULE = Problem(
     "step.schedule.fork",
     SpecError,

@@ -23,6 +23,7 @@ from lockstep.record.ledger.tables import read_parquet
 from lockstep.record.mirror.mlflow import MlflowStore
 from lockstep.record.mirror.mlflow.reading import MlflowReader
 from lockstep.record.mirror.store_uri import unreachable
+from lockstep.record.mirror.stores import reader
 from lockstep.record.recorder import Recorder
 from lockstep.record.runs.heartbeat import process_tags
 from lockstep.spec.fields import Spec
