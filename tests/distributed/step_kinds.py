@@ -443,6 +443,17 @@ class LargestGradients(Kind):
         return Loss(F.cross_entropy(logits * scale, y, reduction="sum"), len(y))
 
 
+class TwoOptimizersInOneCycle(Kind):
+    """Their momentum goes down and up with the rate; torch's fused kernels, which note something once."""
+
+    def optimizer(self, model: nn.Module) -> Any:
+        first, *rest = model.parameters()
+        return [torch.optim.SGD(each, lr=0.1, momentum=0.9, fused=True) for each in ([first], rest)]
+
+    def schedule(self, optimizer: torch.optim.Optimizer, total: Any) -> Any:
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total)
+
+
 class FallsByItsCounter(lr_scheduler.LRScheduler):
     """Counts its calls itself."""
 

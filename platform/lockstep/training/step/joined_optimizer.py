@@ -17,7 +17,10 @@ class JoinedOptimizer(torch.optim.Optimizer):
     """Stands for its members: the groups of one after those of another. ValueError where two hold one parameter."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([group for member in members for group in member.param_groups], {})
+        # Schedulers ask here whether there is a momentum: what all members have.
+        shared = set.intersection(*(set(member.defaults) for member in members))
+        defaults = {name: value for name, value in members[0].defaults.items() if name in shared}
+        super().__init__([group for member in members for group in member.param_groups], defaults)
         for member in members:
             self.state.update(member.state)
             member.state = self.state

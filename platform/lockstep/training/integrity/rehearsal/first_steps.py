@@ -29,6 +29,7 @@ from lockstep.training.integrity.state_digest import tree_digest
 from lockstep.training.state import TrainState, check_shared
 from lockstep.training.step.after_step import follow_update
 from lockstep.training.step.closures import step_once
+from lockstep.training.step.joined_optimizer import JoinedOptimizer
 from lockstep.training.step.means import number
 from lockstep.training.step.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.step.phase_step import LossModule
@@ -39,7 +40,9 @@ from lockstep.training.step.statistics import rehearsed, takes_statistics
 LARGEST_WRITTEN = 1 << 28
 """Largest array, in bytes, in which a write by an update is seen."""
 
-_IN_STATE_DICT = ("_opt_called", "_numel_cache", "state", "param_groups", *HOOKS)
+_OF_TORCH = ("_opt_called", "_numel_cache", "_need_device_dtype_check_for_fused")
+"""Notes of torch's, which it makes anew."""
+_IN_STATE_DICT = (*_OF_TORCH, "state", "param_groups", *HOOKS)
 """Attributes of an optimizer that its `state_dict` covers, or that a process makes by itself."""
 
 Fetched = Callable[[], Iterable[tuple[int, Any]]]
@@ -273,10 +276,12 @@ class FirstSteps:
         """Whether a place in an optimizer is covered by its `state_dict`, where that is torch's own."""
         for i, optimizer in enumerate(every := list(optimizers_of(self.state.optimizer).values())):
             root = "optimizer" if len(every) == 1 else f"optimizer {i}"
-            if type(optimizer).state_dict is torch.optim.Optimizer.state_dict and place.startswith(
-                tuple(f"{root}.{name}" for name in _IN_STATE_DICT)
-            ):
-                return True
+            joined = optimizer.members if isinstance(optimizer, JoinedOptimizer) else ()
+            members = {f"{root}.members[{j}]": member for j, member in enumerate(joined)}
+            for name, member in {root: optimizer, **members}.items():
+                covered = tuple(f"{name}.{attribute}" for attribute in _IN_STATE_DICT)
+                if type(member).state_dict is torch.optim.Optimizer.state_dict and place.startswith(covered):
+                    return True
         return False
 
     def _save(self) -> Saved:
