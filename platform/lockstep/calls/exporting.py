@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from lockstep.driver.options import RunOptions
 from lockstep.errors import StorageError
 from lockstep.export import arrays
 from lockstep.export import problems as export_problems
-from lockstep.export.artifact import Artifact, description, files_of, read
-from lockstep.export.exporting import Weights, aside_of, export_weights
+from lockstep.export.artifact import Artifact, description, names_in, read
+from lockstep.export.exporting import Weights, export_weights
 from lockstep.export.formats import (
     ExportFormat,
     Safetensors,
@@ -29,6 +29,7 @@ from lockstep.export.formats import (
     loaded,
 )
 from lockstep.export.prediction import batch_size, predicted
+from lockstep.export.publication import aside_of, make_folder_below
 from lockstep.files import private
 from lockstep.proof import protocol
 from lockstep.proof.execution import Execution
@@ -123,8 +124,9 @@ def export(
                 fixed=fixed_batch,
                 rtol=rtol,
             )
-    _keep(store, run_id, file, f"export/{export_format.name}")
-    return Exported(str(file), read(file))
+    artifact = read(file)
+    _keep(store, run_id, [*artifact.paths(file), description(file)], folder)
+    return Exported(str(file), artifact)
 
 
 def predict(
@@ -170,17 +172,11 @@ def predict(
     return Predicted(str(target), inputs.rows, size, artifact)
 
 
-def _keep(store: str, run_id: str, artifact: Path, folder: str) -> None:
-    """Keep a copy of an artifact and of its description in the run's store."""
-    if artifact.is_dir():
-        for below in sorted({file.parent for file in files_of(artifact)}):
-            inner = below.relative_to(artifact.parent).as_posix()
-            keep_files(
-                store, run_id, [f for f in files_of(artifact) if f.parent == below], f"{folder}/{inner}"
-            )
-        keep_files(store, run_id, (description(artifact),), folder)
-    else:
-        keep_files(store, run_id, (artifact, description(artifact)), folder)
+def _keep(store: str, run_id: str, files: Sequence[Path], folder: Path) -> None:
+    """Keep a copy of an artifact's files, which are in the run's `folder`, in the run's store."""
+    for parent in sorted({file.parent for file in files}):
+        inside = [file for file in files if file.parent == parent]
+        keep_files(store, run_id, inside, parent.relative_to(folder).as_posix())
 
 
 def _located_run(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Path]:
@@ -269,15 +265,16 @@ def _receive(execution: Execution, request: Mapping[str, Any], path: Path) -> No
         if not allowed or any(part in ("", ".", "..") for part in parts):
             raise protocol.broken(f"a file {sent.name!r}")
         target = path.parent / sent.name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_below(path.parent, target.parent)
         execution.receive(sent, target, MOST_BYTES)
 
 
 def _check(path: Path, weights: Weights, form: ExportFormat) -> None:
     """ExportError where the description is not of these weights: who made the artifact has run the job's code."""
     artifact = read(path)
-    described = artifact.run, artifact.step, artifact.weights, artifact.weights_digest, artifact.format
-    expected = weights.run, weights.step, weights.name, weights.digest, form.name
+    origin = artifact.run, artifact.step, artifact.weights, artifact.weights_digest
+    described = *origin, artifact.format, artifact.files
+    expected = weights.run, weights.step, weights.name, weights.digest, form.name, names_in(path)
     if described != expected:
         raise export_problems.ANOTHER_DESCRIPTION(file=path.name, got=described, wanted=expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -58,6 +59,8 @@ class Artifact(_Part):
     format: str
     """Its name in `formats.FORMATS`."""
     file: str
+    files: tuple[str, ...] = ()
+    """The names of its files, where it is a folder: others in there are a user's."""
     bytes: int
     sha256: str
     torch: str
@@ -72,6 +75,10 @@ class Artifact(_Part):
     notes: tuple[str, ...]
     """What the exporter warned of."""
 
+    def paths(self, file: Path) -> list[Path]:
+        """The file that the artifact is, or its files in its folder."""
+        return [file / name for name in self.files] or [file]
+
 
 def description(file: Path) -> Path:
     """The JSON file beside an artifact."""
@@ -82,7 +89,7 @@ def read(file: Path) -> Artifact:
     """What lies beside the artifact `file`. ExportError where it cannot be read, or is not of this file."""
     try:
         artifact = Artifact.model_validate_json(description(file).read_bytes())
-        digest = sha256(file)
+        digest = sha256(file, artifact.files)
     except (OSError, ValueError) as error:
         text = " ".join(str(error).split())
         raise problems.UNREADABLE(file=file, got=text) from error
@@ -92,18 +99,24 @@ def read(file: Path) -> Artifact:
     return artifact
 
 
-def files_of(artifact: Path) -> list[Path]:
-    """The file that an artifact is, or all those in its folder, sorted."""
-    if not artifact.is_dir():
-        return [artifact]
-    return sorted(file for file in artifact.rglob("*") if file.is_file())
+def described(file: Path) -> Artifact | None:
+    """The description beside `file`, whatever that is; None where there is none that can be read."""
+    try:
+        return Artifact.model_validate_json(description(file).read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
-def sha256(artifact: Path) -> str:
-    """The sha256 of a file's content; of a folder, that of the lines `<sha256> <name>` of its files."""
+def names_in(artifact: Path) -> tuple[str, ...]:
+    """The names of the files in an artifact's folder, sorted; none where it is a file."""
+    files = sorted(file for file in artifact.rglob("*") if file.is_file())
+    return tuple(file.relative_to(artifact).as_posix() for file in files)
+
+
+def sha256(artifact: Path, names: Collection[str] = ()) -> str:
+    """The sha256 of a file's content; of a folder, that of the lines `<sha256> <name>` of those of its files that have these names."""
     if artifact.is_dir():
-        named = ((file.relative_to(artifact).as_posix(), file) for file in files_of(artifact))
-        lines = "".join(f"{sha256(file)} {name}\n" for name, file in named)
+        lines = "".join(f"{sha256(artifact / name)} {name}\n" for name in names_in(artifact) if name in names)
         return hashlib.sha256(lines.encode()).hexdigest()
     with artifact.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from lockstep.export.artifact import (
     Value,
     description,
     dtype_name,
-    files_of,
+    names_in,
     sha256,
 )
 from lockstep.export.eager_comparison import Tolerance, compare
@@ -41,7 +39,7 @@ from lockstep.export.formats import (
     named_outputs,
     write,
 )
-from lockstep.files import flush, make_folder
+from lockstep.export.publication import aside_of
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import Job
 from lockstep.parsing import canonical_json
@@ -315,6 +313,7 @@ def _artifact(
     *,
     runtime: str | None = None,
 ) -> Artifact:
+    names = names_in(path)
     return Artifact(
         run=weights.run,
         step=weights.step,
@@ -322,8 +321,9 @@ def _artifact(
         weights_digest=weights.digest,
         format=form.name,
         file=f"{weights.name}{form.suffix}",
-        bytes=sum(file.stat().st_size for file in files_of(path)),
-        sha256=sha256(path),
+        files=names,
+        bytes=sum(file.stat().st_size for file in [path / name for name in names] or [path]),
+        sha256=sha256(path, names),
         torch=torch.__version__,
         runtime=runtime or form.runtime,
         device="cpu",
@@ -341,25 +341,3 @@ def _published(folder: Path, file: Path, write_artifact: Callable[[Path], Artifa
         artifact = write_artifact(path)
         description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return file
-
-
-@contextmanager
-def aside_of(folder: Path, file: Path) -> Iterator[Path]:
-    """Where an artifact and its description are to be written, in a run's `folder`; after the block they are `file` and what is beside it.
-
-    The description comes last, and has the sha256 of the artifact: one of another is found when it is read.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as aside:
-            path = Path(aside, file.name)
-            yield path
-            make_folder(file.parent)
-            for entry in (*files_of(path), *([path] if path.is_dir() else ()), description(path)):
-                flush(entry)
-            if file.is_dir():  # only an empty folder could be replaced
-                file.rename(Path(aside, "before"))
-            for entry in (path, description(path)):
-                entry.replace(file.with_name(entry.name))
-            flush(file.parent)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise problems.UNWRITABLE(file=file, got=getattr(error, "strerror", None) or error) from error

@@ -194,6 +194,32 @@ UNWRITABLE = Problem(
     advice="the permissions, or room",
 )
 
+IN_THE_WAY = Problem(
+    "export.in_the_way",
+    StorageError,
+    "export: {file!r} is {got}, and is in the way of the artifact",
+    "move it away",
+    cause="something else than an export has the name of an artifact, or of a folder that it goes into",
+    advice="move it away",
+)
+
+FOLDER_GONE = Problem(
+    "export.folder_gone",
+    StorageError,
+    "export: the run's folder {folder!r} is gone; nothing was kept",
+    cause="somebody removed the run's folder while its model was exported",
+    advice="bring the folder back, then export again",
+)
+
+NOT_PUT_BACK = Problem(
+    "export.not_put_back",
+    StorageError,
+    "export: cannot write {file!r}: {got}; what was there before is in {folder!r}",
+    "make the run's folder writable and export again: that puts it back first",
+    cause="the disk failed while an artifact took the place of another, and when that was to be undone",
+    advice="mend the disk and export again, which puts back what was there",
+)
+
 # --- the format -------------------------------------------------------------------------------------------------
 
 FORMAT = Problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from lockstep.export.arrays import check_outputs, inputs_of, write
 from lockstep.export.artifact import Value
 from lockstep.export.eager_comparison import Tolerance, compare
 from lockstep.export.example import Example, example_of
-from lockstep.export.exporting import _artifact_outputs, _value, aside_of
+from lockstep.export.exporting import _artifact_outputs, _value
 from lockstep.export.formats import FORMATS, format_named, loaded
 from lockstep.export.prediction import predicted
+from lockstep.export.publication import aside_of
 from tests.raised import raises
 
 X, Y = Value(name="x", dtype="float32", shape=("batch", 8)), Value(name="y", dtype="bfloat16", shape=(2,))
@@ -43,7 +45,8 @@ def compared(one: dict[str, Tensor], other: dict[str, Tensor]) -> Any:
 
 
 def exported(folder: Path) -> None:
-    with aside_of(folder / "nowhere", folder / "final.pt2"):
+    """An export that writes nothing."""
+    with aside_of(folder, folder / "final.pt2"):
         pass
 
 
@@ -63,6 +66,7 @@ CALLS: list[tuple[Callable[[Path], Any], Problem[Any], dict[str, Any]]] = [
     (lambda _: _value("x", [1, 2], [ROWS, ROWS[0]], 1, fixed=False), problems.OUTPUT_DIMENSIONS, {"name": "x"}),
     (lambda _: predicted(broken, made(X), Example(("x",), (ROWS,), (True,)), 2), problems.PREDICTION_FAILED, {"rows": "rows 0 to 1", "got": "ValueError: no"}),
     (exported, problems.UNWRITABLE, {"got": "No such file or directory"}),
+    (lambda here: exported(here / "nowhere"), problems.FOLDER_GONE, {"folder": re.compile("nowhere$")}),
     (lambda here: artifact.read(here / "final.pt2"), problems.UNREADABLE, {}),
     (lambda here: loaded(made(form="safetensors"), here), problems.CANNOT_RUN, {"got": "safetensors"}),
     (lambda here: loaded(made(), here / "file"), problems.OTHER_VERSION, {"wanted": "torch 9.0"}),
