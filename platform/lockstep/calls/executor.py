@@ -59,10 +59,10 @@ def main() -> None:
 def serve(asked: BinaryIO, pipe: BinaryIO) -> None:
     """Execute what is asked for, one request after another. Returns where nothing more comes, or nobody listens."""
     with suppress(BrokenPipeError, EOFError):
-        source, fields, confined = pickle.load(asked)
-        if confined:
+        source, fields, folder = pickle.load(asked)
+        if folder is None:
             _limit()
-        execution = Executed(pipe, source, fields)
+        execution = Executed(pipe, source, fields, folder)
         while True:
             kind, content = pickle.load(asked)
             with _errors_sent(execution), execution.imported(content["spec"]), pinned(pins_of(fields)):
@@ -106,6 +106,8 @@ class Executed:
     """The recorded files of the job, by their paths below a source root."""
     fields: Mapping[str, Any]
     """The recorded identity's fields about these files, and about the versions of tables that change."""
+    folder: str | None
+    """The parent's folder for temporary files; None where the process is confined, and has such a folder of its own."""
     decided: bool = False
     recorded: Mapping[str, bytes] | None = None
     """The files that the job is imported from; None for those on the path."""
@@ -135,6 +137,9 @@ class Executed:
         with path.open("rb") as file:
             protocol.write_file(self.pipe, name, file, path.stat().st_size)
 
+    def _temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(dir=self.folder)
+
     # --- requests ---
 
     def steps(
@@ -150,7 +155,7 @@ class Executed:
         if files:
             check_job_source(spec.job.use)
         microscope = None if look is None else Microscope(*look)
-        with tempfile.TemporaryDirectory(prefix="lockstep-steps-") as aside:
+        with self._temporary_folder() as aside:
             weights_path = str(Path(aside, "led-to")) if weights else None
             replay = replace(replay, source=self.recorded, probe=microscope, weights=weights_path)
             replayed = (
@@ -168,7 +173,7 @@ class Executed:
 
     def inspection(self, spec: Spec, replay: Replay, request: InspectionRequest) -> None:
         """Take steps again and show the last one of them."""
-        with tempfile.TemporaryDirectory(prefix="lockstep-look-") as aside:
+        with self._temporary_folder() as aside:
             shown = Inspection(request, Path(aside))
             ids = sample_ids(spec, request.step)
             if request.micro_batch is not None and request.micro_batch not in ids:
@@ -187,7 +192,7 @@ class Executed:
         """Export a model, and send the files of the artifact with its description."""
         from lockstep.calls.model_export import export_here
 
-        with tempfile.TemporaryDirectory(prefix="lockstep-export-") as aside:
+        with self._temporary_folder() as aside:
             artifact = export_here(**arguments, folder=Path(aside))
             for path in sorted(Path(aside).rglob("*")):
                 if path.is_file() and not path.is_symlink():
@@ -206,7 +211,7 @@ class Executed:
                 self.say(
                     f"the recorded {path} is not imported: it would stand in for a module of Python's or Lockstep's"
                 )
-        with imported_from(self.recorded) if self.recorded else nullcontext():
+        with imported_from(self.recorded, self.folder) if self.recorded else nullcontext():
             yield
 
     def _recorded(self, spec: Spec) -> Mapping[str, bytes] | None:

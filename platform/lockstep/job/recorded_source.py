@@ -43,10 +43,10 @@ def _shadows(path: str) -> bool:
 
 
 @contextmanager
-def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
+def imported_from(source: Mapping[str, bytes], temporary: str | None = None) -> Iterator[None]:
     """While the block runs, the modules of these files are imported from them; those that were imported before come back after it.
 
-    Files that `shadows` names are left out.
+    Files that `shadows` names are left out. They are written below `temporary`; default: where temporary files are.
     """
     left_out = set(shadows(source))
     source = {path: content for path, content in source.items() if path not in left_out}
@@ -55,7 +55,7 @@ def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
     local_files = {str(Path.cwd() / path) for path in source}  # whatever the job calls them
     names |= {name for name, file in _files() if file in local_files}
     saved_modules = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    with tempfile.TemporaryDirectory(prefix="lockstep-source-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lockstep-source-", dir=temporary) as folder:
         for path, content in source.items():
             target = Path(folder, path)
             target.parent.mkdir(parents=True, exist_ok=True)

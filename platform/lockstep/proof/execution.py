@@ -189,13 +189,14 @@ class Execution:
     """The cluster on which steps are taken: `address`, `workers`, `verbose`; None for the process itself."""
     _process: Executor | None = None
     _buffer: bytearray = field(default_factory=bytearray)
-    _visible_folder: tempfile.TemporaryDirectory[str] | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+    """For the process's temporary files: it is killed, and cannot remove them. One that is confined can only read it."""
 
     @property
     def visible_folder(self) -> Path | None:
         """A folder that a confined process can read, for what it needs of the storage of the run; None where the process is not confined."""
         self._started()
-        return None if self._visible_folder is None else Path(self._visible_folder.name)
+        return None if self._folder is None or self.settings.sandbox is None else Path(self._folder.name)
 
     def __enter__(self) -> Execution:
         return self
@@ -207,9 +208,9 @@ class Execution:
         """End the process. Nothing that it does or says afterwards is heard."""
         if self._process is not None:
             self._process.end(at_once=at_once)
-        if self._visible_folder is not None:
-            self._visible_folder.cleanup()
-        self._process = self._visible_folder = None
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._process = self._folder = None
         self._buffer.clear()
 
     def ask(self, kind: str, **content: Any) -> Iterator[dict[str, Any]]:
@@ -257,15 +258,17 @@ class Execution:
     def _started(self) -> Executor:
         if self._process is None:
             settings = self.settings
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="lockstep-executed-", ignore_cleanup_errors=True
+            )
+            folder: str | None = self._folder.name
             if settings.sandbox is not None:
-                self._visible_folder = tempfile.TemporaryDirectory(prefix="lockstep-given-")
-                needed = [*settings.sandbox.needed, Path(self._visible_folder.name)]
+                needed = [*settings.sandbox.needed, Path(self._folder.name)]
                 settings = replace(settings, sandbox=replace(settings.sandbox, needed=needed))
+                folder = None  # its temporary folder goes with it
             self._process = START(settings)
             try:
-                pickle.dump(
-                    (self.source, self.fields, self.settings.sandbox is not None), self._process.asked
-                )
+                pickle.dump((self.source, self.fields, folder), self._process.asked)
             except BrokenPipeError:
                 raise self._lost() from None
         return self._process

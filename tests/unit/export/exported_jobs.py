@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ granted, `one bit` that is another one in an exported graph, `traced` otherwise 
 `picked` by their values; or `no example` of the job."""
 
 EVALUATED = 10
+
+GATE = "EXPORT_GATE"
+"""The variable that names a pipe which the example of `Gated` waits for to be closed."""
 
 
 def points(samples: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -78,6 +82,13 @@ class One(lockstep.Job):
             return None
         x = points(3, 3)[0]
         return torch.stack([x[0].abs(), -x[1].abs(), x[2]])
+
+
+class Gated(One):
+    def example_input(self) -> Tensor | None:
+        if GATE in os.environ:
+            Path(os.environ[GATE]).read_bytes()
+        return super().example_input()
 
 
 class Pair(nn.Module):
