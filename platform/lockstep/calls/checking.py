@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from lockstep.calls import problems
 from lockstep.checks.findings import Finding, Report
 from lockstep.checks.start_checks import advise, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.job.job_folder import search_job_folder
 from lockstep.job.source import check_job_source
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec, named_store
@@ -143,8 +143,7 @@ def find_rate(
 
 def _loaded(spec: Spec | str | Path | Mapping[str, Any], overrides: Iterable[str], uri: str | None) -> Spec:
     """The spec as a run would take it. Raises SpecError."""
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_job_folder()
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
     check_job_source(loaded.job.use)
     return find_initial_weights(loaded)

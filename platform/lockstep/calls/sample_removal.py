@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lockstep.data.sampler import FirstUse, LeftOut
 from lockstep.data.table_pins import pinned, pins_of
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
+from lockstep.job.job_folder import search_job_folder
 from lockstep.job.loading import load_job
 from lockstep.proof.recorded_run import recorded_fields
 from lockstep.record.mirror.stores import find_copies, find_history
@@ -73,8 +73,7 @@ def read_ids(path: Path) -> set[int]:
 
 
 def _first_use(spec: Spec, left_out: LeftOut, run_id: str, versions: Mapping[str, str]) -> FirstUse:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_job_folder()
     with pinned(versions):
         job = load_job(spec.job.use, spec.job.params)
         train_data = open_data(job, spec.seed).train

@@ -12,7 +12,6 @@ import pickle
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,8 @@ from lockstep.driver.result import Result
 from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, commands_end_by, end_on_second_signal
 from lockstep.errors import LockstepError, first_line
 from lockstep.exit_codes import STOP_SIGNALS, code_of_signal
+from lockstep.interpreters import job_words
+from lockstep.job.job_folder import refuse_hidden_modules
 from lockstep.process import under_torchrun
 from lockstep.training.worker_environment import hashes_otherwise, sent_environment
 
@@ -85,9 +86,10 @@ def apart(
     call: Callable[..., Result], options: RunOptions, on_run_id: Callable[[str], None] | None = None
 ) -> Result:
     """What `call(options=…)` returns in a process of its own, or raises there. `call` survives pickling."""
+    refuse_hidden_modules()
     messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     process = subprocess.Popen(
-        [sys.executable, "-c", "from lockstep.calls.subprocess_call import main; main()"],
+        job_words(__name__),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=_environment(),
@@ -181,11 +183,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with what has to stand in it before an exact run starts, and its paths."""
+    """That of this process, with what has to stand in it before an exact run starts."""
     environment = {**os.environ, **sent_environment()}
     if environment.get("MPLBACKEND", "").startswith("module://"):
         del environment["MPLBACKEND"]  # the notebook's, which draws into a cell
-    return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return environment
 
 
 # --- the process ------------------------------------------------------------------------------------------------

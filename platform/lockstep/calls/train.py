@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from lockstep.driver.options import CallOptions, RunOptions, options_of_call
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.exit_codes import ExitCode
+from lockstep.job.job_folder import search_job_folder
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
@@ -102,8 +102,7 @@ def _run_attempt(
     lease: Lease | None,
 ) -> Result:
     options.start.note("command")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_job_folder()
     warnings = advise(spec)
     for text in warnings:
         options.progress.say(f"warning: {text}")

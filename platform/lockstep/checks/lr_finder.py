@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from lockstep.checks import problems
 from lockstep.communication.group import Group, local_device
 from lockstep.errors import NumericsError
+from lockstep.job.job_folder import search_job_folder
 from lockstep.job.loading import load_job
 from lockstep.record.events.union import Event
 from lockstep.record.ledger.rows import StepRow
@@ -108,8 +108,7 @@ def lr_find(
     """Train `steps` steps with a rate that rises from `lowest` to `highest`, in this process. Raises LockstepError."""
     if not 0 < lowest < highest or not math.isfinite(highest / lowest) or steps < 10:
         raise problems.RATES(lowest=f"{lowest:g}", highest=f"{highest:g}", steps=steps)
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_job_folder()
     spec = source if isinstance(source, Spec) else load_spec(source, overrides, uri="off")
     rising = spec.model_copy(
         update={

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from lockstep.cli import problems
 from lockstep.cli.command_output import Address, Json, Overrides, SpecFile, Uri, Verbose, answered, say
 from lockstep.cli.commands import command
 from lockstep.exit_codes import ExitCode
+from lockstep.job.job_folder import search_job_folder
 
 if TYPE_CHECKING:
     from lockstep.checks.findings import Finding
@@ -41,7 +41,7 @@ def check(
 ) -> None:
     """Find out before a long run what would go wrong in it. Keeps nothing that it trains."""
     with answered(json_, verbose) as answer:
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         from lockstep.calls.checking import check_spec
         from lockstep.checks.findings import as_text
 
@@ -66,7 +66,7 @@ def estimate(
 ) -> None:
     """Estimate how much memory a run will need, part by part. Keeps nothing that it trains."""
     with answered(json_, verbose) as answer:
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         from lockstep.calls.checking import estimate_spec
         from lockstep.checks.estimate import as_text
 
@@ -93,7 +93,7 @@ def bench(
 ) -> None:
     """Measure how fast the same steps are on several numbers of workers. Their bits are compared; no run is kept."""
     with answered(json_, verbose) as answer:
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         from lockstep.calls.checking import bench_spec
         from lockstep.checks.bench import as_text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import typer
 
 from lockstep.cli.command_output import Address, Json, Overrides, Uri, Verbose, answered
 from lockstep.cli.commands import command
+from lockstep.job.job_folder import search_job_folder
 
 
 def register(app: typer.Typer) -> None:
@@ -64,7 +64,7 @@ def doctor(
 ) -> None:
     """Print what a bug report needs, and warn of known problems. Changes nothing."""
     with answered(json_, verbose) as answer:
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         from lockstep.calls.doctor import diagnose
 
         report = diagnose(spec, overrides or [], address=address, uri=uri)

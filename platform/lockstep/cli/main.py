@@ -36,6 +36,7 @@ from lockstep.cli.interruption import fail, take_signals
 from lockstep.driver.signals import commands_end_by, end_on_second_signal
 from lockstep.errors import NoSuchRunError
 from lockstep.exit_codes import ExitCode
+from lockstep.job.job_folder import search_job_folder
 from lockstep.process import collect_seldom
 from lockstep.spec.locations import RECORD_OFF
 
@@ -157,7 +158,7 @@ def train(
     with answered(json_, verbose) as answer:
         from lockstep.spec.loading import load_spec
 
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         loaded = load_spec(spec, overrides or [], uri=uri)
         if dry_run:
             from lockstep.checks.dry_run import as_text
@@ -211,7 +212,7 @@ def resume(
     """Resume a run from its newest good checkpoint, bit for bit."""
     began_at = began()
     with answered(json_, verbose) as answer:
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         if option_values["retries"] and (fork or without is not None):
             raise problems.RETRIES_FORK()
         if without is not None and (from_step is not None or takeover):

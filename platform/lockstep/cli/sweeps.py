@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +20,7 @@ from lockstep.cli.command_output import (
 )
 from lockstep.cli.commands import OptionValues, command
 from lockstep.durations import duration_text
+from lockstep.job.job_folder import search_job_folder
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.sweeps.trial_standings import sort_key
 
@@ -58,7 +58,7 @@ def sweep(
     """Search learning rate, precision or any other field with Ray Tune."""
     began_at = time.time()
     with answered(json_, verbose) as answer:
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         from lockstep.spec.sweep import load_sweep
 
         loaded = load_sweep(sweep_file, overrides or [], uri=uri)
@@ -141,7 +141,7 @@ def lr_find(
         from lockstep.calls.checking import find_rate
         from lockstep.checks.lr_finder import as_text
 
-        sys.path.insert(0, str(Path.cwd()))
+        search_job_folder(first=True)
         rate_range, measurement = find_rate(
             spec, overrides or [], lowest=lowest, highest=highest, steps=steps, uri=uri, plot=plot
         )

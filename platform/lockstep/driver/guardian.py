@@ -34,6 +34,7 @@ from lockstep.driver.hang_limit import Patience
 from lockstep.driver.stacks import await_stacks, stacks_in
 from lockstep.errors import SilentError
 from lockstep.exit_codes import STOP_SIGNALS
+from lockstep.interpreters import library_environment, library_words, search_path
 from lockstep.process import pid_namespace, started
 from lockstep.running_time import wait_for
 
@@ -74,13 +75,14 @@ class Guardian:
         recorded_by: str = "lockstep.record.runs.abandoned_run",
         notify: str | Sequence[str] | None = None,
         webhook: str | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """`folder` is that of the runs. `watched`: the run is this process's, and may be silent so many seconds, or until its first step.
 
         A run that is not watched so has another watchdog. With `sweep`, its document, it is a sweep, and `spec` that of its trials. `recorded_by` is the
         module whose `main` records the end, in a process of its own. `notify` is the command of a notification, run where the driver cannot run it, and `webhook` its address.
+        `say` shows a person a line.
         """
-        self._path = [path for path in sys.path if path]
         self.kind = "run" if sweep is None else "sweep"
         self.run_id: str | None = None
         """As far as it was told."""
@@ -91,7 +93,7 @@ class Guardian:
             "notify": notify,
             "webhook": webhook,
             "folder": str(folder),
-            "path": self._path,
+            "path": search_path(),
             "watched": watched,
             "new": watched is not None,
         }
@@ -102,6 +104,9 @@ class Guardian:
         self._answers: list[Mapping[str, Any]] = []
         self._answered = threading.Condition()
         self._recorders: list[str] = []
+        self.warnings: list[str] = []
+        """What its driver has to know of it: that it has ended before its time."""
+        self._say, self._released = say, False
         self.on_hung: Callable[[SilentError, str], None] | None = None
         """Called in a thread with the error and the stacks, where the guardian finds that this process hangs."""
 
@@ -110,17 +115,11 @@ class Guardian:
         os.set_blocking(self._signs, False)  # a guardian that is stopped must not stop the run
         try:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "from lockstep.driver.guardian import main; main()",
-                    str(read),
-                    str(os.getpid()),
-                ],
+                library_words(__name__, str(read), str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[read],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._path)},
+                env=library_environment(),
                 start_new_session=True,  # Ctrl-C in this terminal is not for it
             )
         finally:
@@ -162,6 +161,7 @@ class Guardian:
 
     def release(self, *, notifies: bool = False) -> None:
         """The run's end is recorded, or there is nothing to record: the guardian has no more to do, but for a notification that this process does not live to send."""
+        self._released = True
         self.tell(over=True, notifies=notifies)
 
     def record(self, message: str, details: str, status: str = "FAILED") -> tuple[str | None, str]:
@@ -188,9 +188,20 @@ class Guardian:
                 with self._answered:
                     self._answers.append(answer)
                     self._answered.notify_all()
+        if not self._answers and not self._released:
+            self._warn()
         with self._answered:
             self._answers.append({"run_id": None, "problem": "record: its guardian is gone"})
             self._answered.notify_all()
+
+    def _warn(self) -> None:
+        assert self._process is not None
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        text = f"the process that guards this {self.kind} {how}: if this one is killed or hangs, nobody records that it ended"
+        self.warnings.append(text)
+        if self._say is not None:
+            self._say(f"warning: {text}")
 
 
 def _hung(begun: bool, bound_s: float) -> SilentError:
@@ -411,7 +422,7 @@ class _Guard:
         facts = {**unknown, "driver": self._driver, **self._facts, **end, "new": new}
         began = time.monotonic()
         with subprocess.Popen(
-            [sys.executable, "-c", f"from {facts['recorded_by']} import main; main()"],
+            library_words(facts["recorded_by"]),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         ) as recorder:  # fmt: skip
             assert recorder.stdin is not None and recorder.stdout is not None

@@ -23,6 +23,7 @@ from lockstep.job.inputs.imports import Asked, imports_noted, note_imports
 from lockstep.job.inputs.system_calls import watch_calls, watch_modules
 from lockstep.job.inputs.variables import RANK, Reads, keep_reads, variables_noted, watch
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
+from lockstep.job.job_folder import not_imported
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of, import_from_source, note_files
 from lockstep.job.typed_tree import Opaque, decoded, encoded, text
@@ -173,6 +174,9 @@ def _job_class(use: str) -> type[Job]:
     module = import_job(module_name)
     candidate = getattr(module, class_name, None)
     if candidate is None:
+        if (file := not_imported(module)) is not None:
+            whose = "Python's own" if module_name in sys.stdlib_module_names else "another"
+            raise problems.OTHER_MODULE(module=module_name, got=class_name, whose=whose, file=file)
         classes = [name for name, value in vars(module).items() if _is_job(value) and value is not Job]
         hint = nearest(class_name, classes) or "; it holds no subclass of lockstep.Job"
         raise problems.NO_CLASS(module=module_name, got=class_name, hint=hint)

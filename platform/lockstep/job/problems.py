@@ -48,6 +48,25 @@ NO_CLASS = Problem(
     advice="the suggested name",
 )
 
+OTHER_MODULE = Problem(
+    "job.use.other_module",
+    JobImportError,
+    "job.use: {module!r} has no {got!r}: it is {whose} module of that name, and not {file!r}",
+    "rename that file",
+    cause="the job's file has the name of a module that was imported before, or that is part of Python itself",
+    advice="another name for the file, and that name in `job.use`",
+)
+
+HIDES_MODULE = Problem(
+    "job.folder.hides_module",
+    SpecError,
+    "job folder: {file!r} would be imported in place of {hidden}",
+    "rename it, or start the command in another folder",
+    shown="job folder: '…' would be imported in place of Python's own module '…'; …",
+    cause="a file or a package beside the job with the name of a module of Python's, of Lockstep's or of a library that Lockstep needs, such as `random.py`, `queue.py` or `numpy.py`. Python searches the job's folder first, for its own library too",
+    advice="another name for that file, and for its imports in the job",
+)
+
 NO_JOB = Problem(
     "job.use.no_job",
     JobImportError,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 import time
 import traceback
 import uuid
@@ -27,6 +26,7 @@ from lockstep.driver.resume_hint import look_at, resume_command
 from lockstep.driver.signals import StopSignal, was_signalled
 from lockstep.durations import duration_text
 from lockstep.errors import ClusterError, LockstepError, SilentError
+from lockstep.job.job_folder import search_job_folder
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
@@ -137,8 +137,7 @@ def run_sweep(
 def _run_sweep(
     options: RunOptions, spec: SweepSpec, sweep_id: str | None, lease: Lease | None
 ) -> SweepResult:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_job_folder()
     base = find_initial_weights(spec.base)
     if base != spec.base:
         spec = load_sweep({**spec.document(), "spec": {**spec.spec, "initial_weights": base.initial_weights}})
@@ -162,6 +161,7 @@ def _run_sweep(
             recorded_by=sweep_end.__name__,
             notify=options.notify,
             webhook=options.webhook,
+            say=say,
         ) as guardian,
     ):
         driver = _Driver(spec, sweep_id, options, stop, warnings, lease, notifications, guardian)
@@ -184,7 +184,7 @@ def _run_sweep(
             notifications.failed(error, driver.steps)
             raise
         notifications.ended(result.status, driver.steps)
-    return replace(result, warnings=[*result.warnings, *notifications.warnings])
+    return replace(result, warnings=[*result.warnings, *guardian.warnings, *notifications.warnings])
 
 
 class _OpenSweep(NamedTuple):
