@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lockstep.attempts.preloaded_modules import AHEAD
 from lockstep.attempts.shared_files import check_shared
@@ -34,7 +35,9 @@ def train_on_ray(
     """
     say = options.progress.say
     with (
-        Guardian(spec.document(), spec.folder, notify=options.notify, webhook=options.webhook) as guardian,
+        Guardian(
+            spec.document(), spec.folder, notify=options.notify, webhook=options.webhook, say=say
+        ) as guardian,
         connected(
             options.address,
             verbose=options.verbose,
@@ -69,4 +72,5 @@ def train_on_ray(
                 spec, options, stop, origin, recording, environment, every, tell, chaos=chaos
             )
             with kept(options.retries, say):
-                return supervisor.run()
+                result = supervisor.run()
+                return replace(result, warnings=[*result.warnings, *guardian.warnings])

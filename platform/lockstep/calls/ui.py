@@ -34,6 +34,7 @@ def ui_command(port: int, host: str) -> list[str]:
     """
     command = [
         sys.executable,
+        "-P",
         "-m",
         "mlflow",
         "server",
@@ -102,7 +103,9 @@ class Ui:
         self._command = ui_command(port, host)
         # The URI may hold a password, which a command line would show.
         store = {"MLFLOW_BACKEND_STORE_URI": uri}
-        self._environment = {**os.environ, **UI_SETTINGS, **store, **guarded(host, os.environ)}
+        # MLflow starts another interpreter, which must not import what lies in this folder either.
+        own_modules = {"PYTHONSAFEPATH": "1"}
+        self._environment = {**os.environ, **UI_SETTINGS, **own_modules, **store, **guarded(host, os.environ)}
 
     def serve(self) -> None:
         """Become its server; does not return."""

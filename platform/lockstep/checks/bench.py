@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from lockstep.checks import bench_worker, problems
 from lockstep.checks.bench_worker import StepTimes
 from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.interpreters import job_words
 from lockstep.spec.fields import Length, Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.worker_environment import sent_environment
@@ -28,13 +28,13 @@ PARTS = ("data", "compute", "reduction", "rest")
 """What the time of a step goes to."""
 
 Start = Callable[[str, Mapping[str, str]], Process]
-"""Starts `bench_worker.main` of a request with an environment."""
+"""Starts `bench_worker.measure` of a request with an environment."""
 
 
 def start_python(request: str, environment: Mapping[str, str]) -> Process:
     """A new interpreter."""
     return subprocess.Popen(
-        [sys.executable, "-m", bench_worker.__name__, request],
+        job_words(bench_worker.__name__, request),
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

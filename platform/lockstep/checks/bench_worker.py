@@ -1,6 +1,6 @@
 """One worker of a bench, in a process of its own: takes the steps, and measures what the time of each goes to.
 
-`python -m lockstep.checks.bench_worker REQUEST`, a JSON object with `spec`, `warm_up` and `steps`, `rank` of `ranks`, and the
+Its request is a JSON object with `spec`, `warm_up` and `steps`, `rank` of `ranks`, and the
 folder `out`, where the workers meet and rank 0 writes RESULT.
 """
 
@@ -94,7 +94,12 @@ class StepClock(NoProbe):
         return sum(reduction.held_up_s for reduction in reductions if reduction is not None)
 
 
-def main(request: str) -> int:
+def main() -> None:
+    """Carry out the request among the arguments."""
+    sys.exit(measure(sys.argv[1]))
+
+
+def measure(request: str) -> int:
     """Take the steps that the request asks for. Returns the exit code; an error is one line on standard error."""
     settings = json.loads(request)
     try:
@@ -171,7 +176,3 @@ def take_steps(spec: Spec, group: Group, warm_up: int, steps: int) -> dict[str, 
         "step_times": [rows for _, rows in every],
         "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

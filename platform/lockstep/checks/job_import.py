@@ -11,12 +11,13 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.exit_codes import ExitCode
+from lockstep.interpreters import job_words
 from lockstep.printing import complain
 
 
 def import_problem(use: str, params: Mapping[str, Any], limit_s: float) -> str | None:
     """Why the job that `use` names cannot be made with `params`, in a line; None where it can."""
-    command = [sys.executable, "-m", "lockstep.checks.job_import", use, json.dumps(dict(params))]
+    command = job_words(__name__, use, json.dumps(dict(params)))
     try:
         done = subprocess.run(
             command,
@@ -39,7 +40,8 @@ def import_problem(use: str, params: Mapping[str, Any], limit_s: float) -> str |
     return f"job.use: the process that imported {use!r} ended with {done.returncode}{f': {lines[-1]}' if lines else ''}"
 
 
-def _main() -> None:
+def main() -> None:
+    """Make the job that the arguments name."""
     from lockstep.job.loading import load_job
 
     use, params = sys.argv[1:]
@@ -48,7 +50,3 @@ def _main() -> None:
     except LockstepError as error:
         complain(str(error))
         raise SystemExit(ExitCode.REFUSED) from None
-
-
-if __name__ == "__main__":
-    _main()

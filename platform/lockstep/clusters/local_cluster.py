@@ -145,7 +145,7 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
     config = {"nodes": nodes, "cpus": cpus, "host": host, "port": port, "folder": str(folder)}
     with Path(folder, "holder.log").open("wb") as log:
         holder = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.clusters.local_cluster", json.dumps(config)],
+            [sys.executable, "-P", "-m", "lockstep.clusters.local_cluster", json.dumps(config)],
             env=_environment(mark, token_file, host, folder),
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -260,7 +260,7 @@ class Agent:
 
 def leave_by_command(notice: Notice, wait: bool, *, address: str | None, node: str | None) -> None:
     """Drain this machine's nodes by `lockstep cluster leave` in a process of its own, which is tried several times."""
-    words = [sys.executable, "-m", "lockstep", "cluster", "leave", "--why", notice.why]
+    words = [sys.executable, "-P", "-m", "lockstep", "cluster", "leave", "--why", notice.why]
     words += [] if address is None else ["--address", address]
     words += [] if node is None else ["--node", node]
     words += ["--wait"] if wait else []

@@ -20,6 +20,7 @@ import pyarrow as pa
 from lockstep.data.arrow_cache import materialized
 from lockstep.data.file_locations import one_line
 from lockstep.data.snapshots import NumberedVersion, SnapshotFiles, contents_digest, selected_columns
+from lockstep.interpreters import library_environment, library_words
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Lance(NumberedVersion):
         if importlib.util.find_spec("lance") is None:
             raise ImportError("No module named 'lance'")
         ended = subprocess.run(
-            [sys.executable, "-c", "from lockstep.data.lance_table import main; main()"],
+            library_words(__name__),
             input=json.dumps({"uri": self.location, "options": self.options, **request}).encode(),
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=library_environment(),
             check=False,
         )
         if ended.returncode:

@@ -201,7 +201,12 @@ def train_here(
         with (
             stacks_on_signal() as stacks,
             Guardian(
-                spec.document(), spec.folder, watched=watched, notify=options.notify, webhook=options.webhook
+                spec.document(),
+                spec.folder,
+                watched=watched,
+                notify=options.notify,
+                webhook=options.webhook,
+                say=options.progress.say,
             ) as guardian,
         ):
             guardian.tell(stacks=stacks)
@@ -224,7 +229,7 @@ def train_here(
         folder=record.folder,
         began_at=options.began_at,
         start={**options.start.at, **run.view.stage_ends},
-        warnings=[*warnings, *run.view.warnings],
+        warnings=[*warnings, *run.view.warnings, *guardian.warnings],
         attempts=origin.attempt,
         signal_number=stop.number,
         time_spent=record.time_spent,

@@ -443,6 +443,15 @@ PROCESS_LOST = Problem(
     advice="`lockstep record sync RUN`",
 )
 
+PROCESS_LOST_EARLY = Problem(
+    "record.process_lost_early",
+    RecordError,
+    "record: the process that writes it {got} before it told of a run",
+    "start the run again",
+    cause="the process was killed, often for want of memory, or could not import what it needs, before there was a run",
+    advice="start the run again; what ended the process may be among its last lines",
+)
+
 # --- sending a record again --------------------------------------------------------------------------------------
 
 CONTINUED = Problem(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from lockstep.exit_codes import STOP_SIGNALS
+from lockstep.interpreters import library_environment, library_words, search_path
 from lockstep.process import collect_seldom
 from lockstep.record import problems
 from lockstep.record.events.union import Event
@@ -135,7 +136,8 @@ class WriterProcess:
     def _send(self) -> None:
         assert self._process is not None and self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # the other thread notices its end
-            pickle.dump(_variables(), pipe)  # the job may have set some since the process was started
+            # The job may have set some since the process was started.
+            pickle.dump((library_environment(), search_path()), pipe)
             pickle.dump(self._arguments, pipe)
             pipe.flush()
             self._started.wait()
@@ -177,7 +179,12 @@ class WriterProcess:
         if not self._closed_well:
             why = f"has ended (exit code {self._process.wait()})"
             why = self._hung or why
-            died = problems.PROCESS_LOST(got=why, run=self.state.run_id or "RUN")
+            run = self.state.run_id
+            died = (
+                problems.PROCESS_LOST_EARLY(got=why)
+                if run is None
+                else problems.PROCESS_LOST(got=why, run=run)
+            )
             self.state = self.state._replace(failure=died)
         self.opened.set()
         self._closed.set()
@@ -242,20 +249,15 @@ def _mlflow_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name.startswith("MLFLOW_")}
 
 
-def _variables() -> dict[str, str]:
-    """Those of the process. It imports what this one does."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
 def _process(uri: str | None) -> subprocess.Popen[bytes]:
     # The process begins with what this thread blocks.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
+            library_words(__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_variables(),
+            env=library_environment(),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
@@ -293,9 +295,12 @@ def main() -> None:
         uri = pickle.load(messages)
         with suppress(Exception):  # any problem is reported when the store is opened
             warm_up(uri)
-        variables = pickle.load(messages)
+        variables, path = pickle.load(messages)
         os.environ.clear()
         os.environ.update(variables)
+        sys.path[:] = (
+            path  # the job's source is looked up as by the parent; what the process itself needs is imported
+        )
         writer = Writer(*pickle.load(messages))
     except EOFError:
         os._exit(1)  # the parent has ended, or has no use for a writer

@@ -49,7 +49,7 @@ class SpareInterpreter:
         with tempfile.TemporaryFile() as printed:  # not a pipe: nobody reads it before the end
             # python -O, -X and their like are settings of the run.
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            words = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(context.path), module]
+            words = [sys.executable, "-P", *flags, "-c", _PROGRAM, json.dumps(context.path), module]
             self._process = subprocess.Popen(
                 [*words, *map(str, descriptors), str(os.getpid())],
                 cwd=context.folder,

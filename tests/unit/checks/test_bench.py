@@ -49,7 +49,7 @@ def forked(request: str, environment: Mapping[str, str]) -> Process:
 
 
 def _worker(request: str) -> None:
-    raise SystemExit(bench_worker.main(request))
+    raise SystemExit(bench_worker.measure(request))
 
 
 def test_the_line_of_a_worker_that_fails_is_told_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,43 @@ def test_a_run_goes_on_without_its_guardian(tmp_path: Path) -> None:
         assert guardian.record("why", "") == (None, "record: its guardian is gone")
 
 
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+from lockstep.driver.guardian import Guardian
+from lockstep.record.events.union import Started
+from lockstep.record.recorder import Recorder
+from lockstep.spec.loading import load_spec
+
+sys.path.insert(0, str(Path.cwd()))
+spec = load_spec({"job": {"use": "any:Job"}, "length": {"steps": 1}, "record": {"uri": "off"}, "checkpoint": {"storage": sys.argv[1]}})
+guardian = Guardian(spec.document(), spec.folder)
+with guardian:
+    recorder = Recorder(spec, apart=False)
+    recorder.start()
+    recorder.tell(Started({"identity": "abc"}))
+    guardian.tell(run_id=recorder.run_id())
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_is_guarded_whatever_files_lie_beside_the_job(tmp_path: Path) -> None:
+    """Files with the names of Python's modules end neither the guardian nor what records the end."""
+    for name in ("random", "typing", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    # A process that has imported Python's own before it searches the folder.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import random, typing, queue\n" + KILLED_RUN, str(runs)],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    found = recorded(runs)
+    assert found["status"] == "FAILED"
+    assert "it was killed, or it crashed" in found["tags"]["lockstep.error"]
+
+
 def test_the_line_says_which_run_and_what_is_not_recorded() -> None:
     assert ending_line("why", "a", Path("runs"), "") == "why; run a, whose error.txt is in 'runs/a'"
     assert ending_line("why", None, Path("runs"), "the store is away") == "why (the store is away)"

@@ -663,6 +663,39 @@ def test_the_death_of_the_process_that_writes_is_told(spec: Specs) -> None:
         recorder.close()
 
 
+def test_the_death_of_that_process_before_there_is_a_run_names_none(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be sent from the folder of a run that never was."""
+    monkeypatch.setattr(
+        writer_process, "library_words", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
+    )
+    recorder = Recorder(spec(), apart=True)
+    recorder.start()
+    with raises(problems.PROCESS_LOST_EARLY, got="has ended (exit code 1)"):
+        recorder.run_id()
+
+
+def test_a_file_beside_the_job_does_not_end_the_process_that_writes(
+    spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds the job's folder as this process does, but behind what it needs itself."""
+    for name in ("random", "typing", "queue"):
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "example.py").write_text("# the job's, of which a library has another\n")
+    on = spec()
+    recorder = Recorder(
+        on.model_copy(update={"job": on.job.model_copy(update={"use": "example:Any"})}), apart=True
+    )
+    recorder.start()
+    recorder.tell(step_row(1), Finished({"step": 1, "metrics": {}}))
+    recorder.close()
+    assert [row.step for row in read_parquet(recorder.run_folder() / "ledger.parquet")] == [1]
+    assert (recorder.run_folder() / "source/example.py").read_text() == (tmp_path / "example.py").read_text()
+
+
 def test_a_signal_to_all_processes_of_a_job_does_not_end_the_one_that_writes(spec: Specs) -> None:
     """Nor one that comes while it starts. The control is SIGKILL, in the test above."""
     recorder = Recorder(spec(), apart=True)

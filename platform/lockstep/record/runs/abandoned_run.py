@@ -178,7 +178,8 @@ def answered(record: Recording) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     answer = {"run_id": None, "problem": ""}
     try:
-        sys.path[:0] = [path for path in request["path"] if path not in sys.path]
+        # The job's source is looked up as by the driver.
+        sys.path[:] = [*request["path"], *(path for path in sys.path if path not in request["path"])]
         failed = Failed(request["message"], request["details"], request["status"], at=time.time())
         documents = [Document(name, text) for name, text in request["documents"].items()]
         answer["run_id"] = record(request, failed, documents, LOST_S if request["new"] else RELEASE_S)
