@@ -171,7 +171,7 @@ def _known_by_id(model: nn.Module, job: object) -> dict[str, str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known: dict[str, str] = {}
     visited: set[int] = set()
-    module = vars(sys.modules[type(job).__module__])
+    module = vars(sys.modules.get(type(job).__module__, job))
     containers = {name: each for name, each in module.items() if isinstance(each, dict | list | set | tuple)}
     named = [*vars(job).items(), *containers.items(), ("model", model)]
     waiting = [(value, name) for name, value in named if not name.startswith("__")]
