@@ -31,7 +31,7 @@ class Originals(NamedTuple):
 
     parameters: dict[str, weakref.ref[nn.Parameter]]
     """By name."""
-    known_by_id: Mapping[str, str] = {}
+    known_by_id: Mapping[str, str]
     """By name those of which something knows what `id` says, with what that is: an attribute of the model or the job."""
 
     def of(self, names: Iterable[str]) -> Originals:
@@ -193,11 +193,12 @@ _NOT_LOOKED_INTO = (int, str, type, ModuleType, FrameType)
 def check_gone(originals: Originals) -> None:
     """JobError where something still holds a parameter that is cut by now: it would have the memory that sharding is to save, and never learn.
 
-    The same where something knows one by what `id` says: there are others in their places. A graph may hold one, as where a module keeps the newest attention weights in an attribute: its memory is freed, and a backward through that graph
-    is the error.
+    The same where something knows one by what `id` says: there are others in their places. A graph may hold one, as where a module keeps the newest
+    attention weights in an attribute: its memory is freed, and a backward through that graph is the error.
     """
-    for name in originals.parameters.keys() & originals.known_by_id.keys():
-        raise problems.KNOWN_BY_ID(name=name, got=originals.known_by_id[name])
+    for name in originals.parameters:
+        if (where := originals.known_by_id.get(name)) is not None:
+            raise problems.KNOWN_BY_ID(name=name, got=where)
     gc.collect()
     known: dict[str, Any] = {name: original() for name, original in originals.parameters.items()}
     alive = {name: original for name, original in known.items() if original is not None}

@@ -200,6 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, view in zip(self.parameters, views, strict=True)
         ]
         self._uncut = [view is None for view in views]
+        self._empties = []  # those of the group before stand in optimizers that are gone
         self._parts = {
             s.parameter: Part(s, self._of(s))
             for s in self.spans

@@ -40,9 +40,10 @@ from lockstep.training.step.statistics import rehearsed, takes_statistics
 LARGEST_WRITTEN = 1 << 28
 """Largest array, in bytes, in which a write by an update is seen."""
 
-_OF_TORCH = ("_opt_called", "_numel_cache", "_need_device_dtype_check_for_fused")
-"""Notes of torch's, which it makes anew."""
-_IN_STATE_DICT = (*_OF_TORCH, "state", "param_groups", *HOOKS)
+_MADE_ANEW = ("_opt_called", "_numel_cache", "_need_device_dtype_check_for_fused")
+"""What torch notes of an optimizer, and notes again in another process."""
+
+_IN_STATE_DICT = (*_MADE_ANEW, "state", "param_groups", *HOOKS)
 """Attributes of an optimizer that its `state_dict` covers, or that a process makes by itself."""
 
 Fetched = Callable[[], Iterable[tuple[int, Any]]]
